@@ -1,0 +1,31 @@
+"""A small model on the text that Python ships: minutes on two CPU cores.
+
+Trained by `make train`. A character is a token here, and its id, its code point, enters the model
+as 16 bits: there is no input table.
+"""
+
+from ml_collections import ConfigDict
+
+from fixbin_jax.config import to_config_dict
+
+
+def get_config() -> ConfigDict:
+    """The run."""
+    config = to_config_dict()
+
+    config.model.width = 128
+    config.model.num_layers = 4
+    config.model.num_heads = 4
+    config.model.context_length = 128
+    config.model.input.zero_ids = (57_344,)
+
+    config.train.num_steps = 600
+    config.train.batch_size = 8
+    config.train.eval_interval = 100
+    config.train.eval_batches = 16
+
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.warmup_steps = 50
+
+    config.sample.prompt = "The "
+    return config

@@ -1,0 +1,1 @@
+"""Language models whose input side has no trained table, in JAX."""

@@ -1,0 +1,26 @@
+"""What a command reports in one line instead of a traceback."""
+
+
+class CommandError(Exception):
+    """Ends a command: its message is one line on standard error, `status` the exit status."""
+
+    status = 1
+
+
+class UserError(CommandError, ValueError):
+    """A mistake in a flag, file, config key or tensor.
+
+    The message says what is at fault, what was found and what was expected.
+    """
+
+    status = 2
+
+
+class Diverged(CommandError):
+    """The loss or the gradient is no longer finite."""
+
+
+class Terminated(CommandError):
+    """Asked to stop by SIGTERM; the state is saved. The status tells a scheduler to start again."""
+
+    status = 128 + 15
