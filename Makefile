@@ -36,6 +36,6 @@ $(VENV)/.dev-stamp: pyproject.toml | $(BIN)/pip
 # pip comes last when an environment is made, so one that was interrupted is made again.
 $(BIN)/pip:
 	@$(PYTHON) -c '' || { echo "error: PYTHON=$(PYTHON) does not run; name a Python >= 3.11" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit(f"error: PYTHON=$(PYTHON) is Python {v}, expected >= 3.11")'
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit("error: PYTHON=$(PYTHON) is Python %s, expected >= 3.11" % v)'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: PYTHON=$(PYTHON) cannot make environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from absl import flags
 from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
 
-from fixbin_jax.errors import UserError
+from fixbin_jax.errors import CommandError, UserError
 
 
 def run(
@@ -31,8 +31,8 @@ def run(
 ) -> NoReturn:
     """Parses the command line, calls `main` and exits.
 
-    The status is what `main` returns (None is 0), 2 after a mistake of the user's (a UserError, or
-    an OSError about a file; one line on standard error says what and where), 130 after Ctrl-C.
+    The status is what `main` returns (None is 0), that of a CommandError (2 for a UserError), 2
+    after an OSError about a file, 130 after Ctrl-C; one line on standard error says what and where.
     Any other exception is a bug and passes through.
 
     Args:
@@ -126,8 +126,8 @@ def _status(
             status = main(fv) or 0
         print(end="", flush=True)
         return status
-    except UserError as error:
-        return _fail(str(error))
+    except CommandError as error:
+        return _fail(str(error), error.status)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -144,9 +144,9 @@ def _status(
         return _fail(f"{error.filename or unnamed}: {error.strerror}")
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = UserError.status) -> int:
     print("error: " + " ".join(message.split()), file=sys.stderr)
-    return 2
+    return status
 
 
 def _drop_broken_stdout(probe: str) -> bool:
@@ -277,7 +277,7 @@ def _keys(config: ConfigDict) -> Iterator[str]:
 
 
 def _unknown(kind: str, prefix: str, name: str, names: Iterable[str]) -> str:
-    """One line that offers the name most like `name`; of dotted names the last part counts twice."""
+    """One line that offers the name most like `name`; the part after the last dot counts twice."""
 
     def likeness(other: str) -> float:
         whole = difflib.SequenceMatcher(None, name, other).ratio()

@@ -159,10 +159,10 @@ def lift_index(code_width: int, width: int, lift: str) -> np.ndarray:
 def encode(code: Code, ids: ArrayLike, width: int, dtype: DTypeLike) -> jax.Array:
     """The codes of integer `ids` [...], lifted: zeros and ones as `dtype`[..., D].
 
-    Bit operations only, and no constant longer than the width; under jit code, width and dtype
-    are static. A width of `code.code_width` gives the codes without a lift. Whether an id lies
-    in the vocabulary is not checked. Raises UserError where ids are not integers or the width is
-    less than the code's.
+    Bit operations only, and no constant longer than the width or zero_ids; under jit code, width
+    and dtype are static. A width of `code.code_width` gives the codes without a lift. Whether an
+    id lies in the vocabulary is not checked. Raises UserError where ids are not integers or the
+    width is less than the code's.
     """
     return _lifted_bits(jnp, code, jnp.asarray(ids), width).astype(dtype)
 
@@ -257,7 +257,7 @@ def recover(table: np.ndarray) -> Code | NoCode:
         if wrong.any():
             row, column = np.argwhere(wrong)[0].tolist()
             row += rows.start
-            entry = f"entry [{row}, {column}] is {table[row, column]}"
+            entry = f"entry [{row}, {column}] is {table[row, column]!s}"
             return NoCode(f"{entry}, neither 0 nor 1", (row,))
         columns_DxV[:, rows] = ones.T
 

@@ -31,8 +31,9 @@ def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least(key: str, value: float, least: float) -> None:
-    if value < least:
-        raise UserError(f"config.{key}: {value} is below {least}")
+    # Not `value < least`, which lets NaN through.
+    if not value >= least:
+        raise UserError(f"config.{key}: {value}, expected {least} or more")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,9 @@ python -m fixbin_jax.generate --checkpoint=runs/a --prompt="..." --max_new_token
 """
 
 import dataclasses
-import functools
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +15,11 @@ from absl import flags
 
 from fixbin_jax import checkpoint, cli
 from fixbin_jax.attention import masked_attention
-from fixbin_jax.config import Config
 from fixbin_jax.data.tokenizers import Tokenizer
 from fixbin_jax.errors import UserError
 from fixbin_jax.model import Attend, Params, Structure
 from fixbin_jax.sharding import single_device
 
-# Ids made by one call into the compiled loop: text appears this often.
-_IDS_AT_ONCE = 8
 # Prompts are padded to lengths of this times a power of two, so that few shapes are compiled.
 _SHORTEST = 16
 
@@ -38,7 +33,7 @@ class Sampling:
       top_k: only the k most likely ids; 0 for all.
       top_p: only the most likely ids whose probabilities before them sum to less than p, and
         always the first; 1 for all. Applied to what top_k left.
-      seed: the same seed gives the same ids.
+      seed: the same seed gives the same ids; below 2^32.
     """
 
     temperature: float = 1.0
@@ -53,13 +48,16 @@ class Sampling:
             raise UserError(f"--top_k: {self.top_k}, expected 0 (all) or more")
         if not 0 <= self.top_p <= 1:
             raise UserError(f"--top_p: {self.top_p}, expected 0 to 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed: {self.seed}, expected 0 to {2**32 - 1}")
 
 
 def sample(logits_BxV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
     """One id for each row, int32 [B], from float32 logits and one random key a row."""
     if sampling.temperature == 0:
         return logits_BxV.argmax(axis=-1).astype(jnp.int32)
-    logits_BxV = logits_BxV / sampling.temperature
+    # The largest becomes 0, so that no temperature is too small for float32.
+    logits_BxV = (logits_BxV - logits_BxV.max(axis=-1, keepdims=True)) / sampling.temperature
     vocab_size = logits_BxV.shape[1]
     kept = min(sampling.top_k, vocab_size) or vocab_size
     if kept == vocab_size and sampling.top_p == 1:
@@ -75,14 +73,11 @@ def sample(logits_BxV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.
     return jnp.take_along_axis(ids_BxK, rank_B[:, None], axis=1)[:, 0].astype(jnp.int32)
 
 
-class _Decoding(NamedTuple):
-    """Between two ids: caches [layer, B, S, H, d] of which columns before `column` are filled."""
+class _Caches(NamedTuple):
+    """Keys and values of the ids so far, [layer, B, S, H, d] each, S being columns."""
 
     keys: jax.Array
     values: jax.Array
-    column: jax.Array
-    ids_B: jax.Array  # the newest id, not yet in the caches
-    ended_B: jax.Array
 
 
 class Generator:
@@ -95,18 +90,28 @@ class Generator:
       end_id: a row that makes this id has ended.
     """
 
-    def __init__(
-        self, structure: Structure, params: Params, vocab_size: int, end_id: int
-    ) -> None:
-        self._structure, self._params = structure, params
-        self._vocab_size, self._end_id = vocab_size, end_id
-        self._prefill = jax.jit(self._start, static_argnames=("columns", "sampling"))
-        self._decode = jax.jit(self._continue, static_argnames="sampling", donate_argnames="state")
+    def __init__(self, structure: Structure, params: Params, vocab_size: int, end_id: int) -> None:
+        place = structure.place
+        # Layers unrolled would split the stacked weights into copies for every id.
+        compute = dataclasses.replace(structure.compute, scan_layers=True)
+        self._structure = Structure(structure.config, compute, place)
+        self._params, self._vocab_size, self._end_id = params, vocab_size, end_id
+        # The caches as the next call takes them, the ids on every device.
+        shardings = (place.sharding(("layer", "batch", None, "heads", None)), place.replicated)
+        self._prefill = jax.jit(
+            self._start, static_argnames=("columns", "sampling"), out_shardings=shardings
+        )
+        self._decode = jax.jit(
+            self._continue,
+            static_argnames="sampling",
+            donate_argnames="caches",
+            out_shardings=shardings,
+        )
 
     def __call__(
         self, prompts: Sequence[np.ndarray], max_new_tokens: int, sampling: Sampling
     ) -> Iterator[list[np.ndarray]]:
-        """Yields, again and again until every row has ended, each row's next ids.
+        """Each row's next ids, int32, again and again until every row has ended.
 
         A row's last id is end_id where it ended by itself; after that its parts are empty.
 
@@ -120,41 +125,7 @@ class Generator:
             room for max_new_tokens in the context.
         """
         self._check(prompts, max_new_tokens)
-        count = len(prompts)
-        # Rows beyond the prompts fill up what the mesh divides the batch into.
-        rows = -(-count // self._parts) * self._parts
-        columns = _padded_length(max(len(prompt) for prompt in prompts))
-        ids_BxL = np.zeros((rows, columns), np.int32)
-        for row, prompt in enumerate(prompts):
-            ids_BxL[row, columns - len(prompt) :] = prompt
-        pads_B = np.array([columns - len(p) for p in prompts] + [columns - 1] * (rows - count))
-        calls = -(-max_new_tokens // _IDS_AT_ONCE)
-        state = self._prefill(
-            self._params,
-            ids_BxL,
-            pads_B,
-            np.arange(rows) >= count,
-            columns=columns + calls * _IDS_AT_ONCE,
-            sampling=sampling,
-        )
-        made = 0
-        ended = np.zeros(count, bool)
-        while made < max_new_tokens and not ended.all():
-            state, new_BxC = self._decode(self._params, pads_B, state=state, sampling=sampling)
-            new = np.asarray(new_BxC)[:count, : max_new_tokens - made]
-            made += new.shape[1]
-            parts = []
-            for row in range(count):
-                part = new[row, :0] if ended[row] else new[row]
-                (stops,) = np.nonzero(part == self._end_id)
-                if len(stops):
-                    part, ended[row] = part[: stops[0] + 1], True
-                parts.append(part)
-            yield parts
-
-    @property
-    def _parts(self) -> int:
-        return self._structure.place.parts("batch")
+        return self._parts(prompts, max_new_tokens, sampling)
 
     def _check(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> None:
         config = self._structure.config
@@ -174,72 +145,111 @@ class Generator:
                     f"more than the model's context of {config.context_length}"
                 )
 
+    def _parts(
+        self, prompts: Sequence[np.ndarray], max_new_tokens: int, sampling: Sampling
+    ) -> Iterator[list[np.ndarray]]:
+        count = len(prompts)
+        # Rows beyond the prompts, of one id, fill up what the mesh divides the batch into.
+        rows = count + -count % self._structure.place.parts("batch")
+        length = _padded_length(max(len(prompt) for prompt in prompts))
+        ids_BxL = np.zeros((rows, length), np.int32)
+        pads_B = np.full(rows, length - 1, np.int32)
+        for row, prompt in enumerate(prompts):
+            pads_B[row] = length - len(prompt)
+            ids_BxL[row, pads_B[row] :] = prompt
+        seed = np.uint32(sampling.seed)
+        sampling = dataclasses.replace(sampling, seed=0)  # Every seed runs the same program.
+        caches, next_B = self._prefill(
+            self._params,
+            ids_BxL,
+            pads_B,
+            seed,
+            columns=length + max_new_tokens,
+            sampling=sampling,
+        )
+        ended = np.zeros(count, bool)
+        for column in range(length, length + max_new_tokens):
+            ids_B = next_B
+            # Begun before the ids are read: the device does not wait for the reader.
+            if column + 1 < length + max_new_tokens:
+                caches, next_B = self._decode(
+                    self._params, ids_B, pads_B, np.int32(column), seed, caches, sampling=sampling
+                )
+            ids = np.asarray(ids_B)[:count]
+            yield [ids[:0] if ended[row] else ids[row : row + 1] for row in range(count)]
+            ended |= ids == self._end_id
+            if ended.all():
+                return
+
     def _start(
         self,
         params: Params,
         ids_BxL: jax.Array,
         pads_B: jax.Array,
-        ended_B: jax.Array,
+        seed: jax.Array,
         columns: int,
         sampling: Sampling,
-    ) -> _Decoding:
-        """Fills the caches from left-padded prompts and chooses each row's first id."""
+    ) -> tuple[_Caches, jax.Array]:
+        """Caches with room for all columns, and each row's first id, from left-padded prompts."""
         decoder = self._structure.decoder(params)
         length = ids_BxL.shape[1]
         column_L = jnp.arange(length)
-        seen = column_L[None, :] <= column_L[:, None]
-        mask_BxLxS = seen[None] & (column_L >= pads_B[:, None])[:, None, :]
+        mask_BxLxS = (column_L <= column_L[:, None]) & (column_L >= pads_B[:, None, None])
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-            return masked_attention(q, k, v, mask_BxLxS), (k, v)
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, _Caches]:
+            return masked_attention(q, k, v, mask_BxLxS), _Caches(k, v)
 
         positions = jnp.maximum(column_L - pads_B[:, None], 0)
         x_NxD, caches = decoder.apply_layers(ids_BxL, positions, lambda _: attend, None)
         room = [(0, 0), (0, 0), (0, columns - length), (0, 0), (0, 0)]
-        keys, values = (jnp.pad(cache, room) for cache in caches)
+        caches = jax.tree.map(lambda cache: jnp.pad(cache, room), caches)
         last_BxD = x_NxD.reshape(*ids_BxL.shape, -1)[:, -1]
-        ids_B = self._choose(decoder.logits(last_BxD), length, sampling)
-        return _Decoding(keys, values, jnp.int32(length), ids_B, ended_B)
-
-    def _choose(self, logits_BxV: jax.Array, column: Any, sampling: Sampling) -> jax.Array:
-        # By column and row: what a row gets does not depend on how ids are grouped into calls.
-        key = jax.random.fold_in(jax.random.key(sampling.seed), column)
-        keys_B = jax.vmap(functools.partial(jax.random.fold_in, key))(
-            jnp.arange(logits_BxV.shape[0])
-        )
-        return sample(logits_BxV[:, : self._vocab_size], keys_B, sampling)
+        return caches, self._choose(decoder.logits(last_BxD), length - pads_B, seed, sampling)
 
     def _continue(
-        self, params: Params, pads_B: jax.Array, state: _Decoding, sampling: Sampling
-    ) -> tuple[_Decoding, jax.Array]:
-        """The next _IDS_AT_ONCE ids of each row, [B, _IDS_AT_ONCE], end_id once it has ended."""
+        self,
+        params: Params,
+        ids_B: jax.Array,
+        pads_B: jax.Array,
+        column: jax.Array,
+        seed: jax.Array,
+        caches: _Caches,
+        sampling: Sampling,
+    ) -> tuple[_Caches, jax.Array]:
+        """Caches that hold the newest ids at `column`, and each row's next id."""
         decoder = self._structure.decoder(params)
-        column_S = jnp.arange(state.keys.shape[2])
+        column_S = jnp.arange(caches.keys.shape[2])
+        mask_Bx1xS = ((column_S <= column) & (column_S >= pads_B[:, None]))[:, None]
 
-        def one(state: _Decoding, _: None) -> tuple[_Decoding, jax.Array]:
-            mask_BxS = (column_S <= state.column) & (column_S >= pads_B[:, None])
+        def put(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(cache, new, column, axis)
 
-            def attend_of_layer(caches: tuple[jax.Array, jax.Array]) -> Attend:
-                def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-                    keys, values = (
-                        jax.lax.dynamic_update_slice_in_dim(cache, new, state.column, axis=1)
-                        for cache, new in zip(caches, (k, v), strict=True)
-                    )
-                    return masked_attention(q, keys, values, mask_BxS[:, None]), (keys, values)
+        def attend_of_layer(caches: _Caches) -> Attend:
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, _Caches]:
+                keys, values = put(caches.keys, k, 1), put(caches.values, v, 1)
+                # Only what is new leaves the layer: the caches are written once, in place.
+                return masked_attention(q, keys, values, mask_Bx1xS), _Caches(k, v)
 
-                return attend
+            return attend
 
-            made_B = jnp.where(state.ended_B, self._end_id, state.ids_B)
-            ended_B = made_B == self._end_id
-            positions = (state.column - pads_B)[:, None]
-            x_BxD, (keys, values) = decoder.apply_layers(
-                made_B[:, None], positions, attend_of_layer, (state.keys, state.values)
-            )
-            next_B = self._choose(decoder.logits(x_BxD), state.column + 1, sampling)
-            return _Decoding(keys, values, state.column + 1, next_B, ended_B), made_B
+        positions_B = column - pads_B
+        x_BxD, new = decoder.apply_layers(
+            ids_B[:, None], positions_B[:, None], attend_of_layer, caches
+        )
+        caches = _Caches(put(caches.keys, new.keys, 2), put(caches.values, new.values, 2))
+        return caches, self._choose(decoder.logits(x_BxD), positions_B + 1, seed, sampling)
 
-        state, made_CxB = jax.lax.scan(one, state, None, length=_IDS_AT_ONCE)
-        return state, made_CxB.T
+    def _choose(
+        self, logits_BxV: jax.Array, positions_B: jax.Array, seed: jax.Array, sampling: Sampling
+    ) -> jax.Array:
+        """The ids at these positions: a row's chance depends neither on others nor on padding."""
+        key = jax.random.key(seed)
+
+        def key_of(row: jax.Array, position: jax.Array) -> jax.Array:
+            return jax.random.fold_in(jax.random.fold_in(key, row), position)
+
+        keys_B = jax.vmap(key_of)(jnp.arange(len(positions_B)), positions_B)
+        return sample(logits_BxV[:, : self._vocab_size], keys_B, sampling)
 
 
 def _padded_length(length: int) -> int:
@@ -250,19 +260,27 @@ def _padded_length(length: int) -> int:
 
 
 class TextStream:
-    """Ids that arrive in parts, as text that can already be shown."""
+    """Ids that arrive in parts, as text that can already be shown.
+
+    What `add` returned, joined, is the text of all ids after that of the prompt.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray) -> None:
-        self._tokenizer, self._ids = tokenizer, list(prompt)
+        self._tokenizer, self._ids = tokenizer, prompt.tolist()
         self._shown = len(tokenizer.decode(self._ids))
+        # A character's last byte, where characters are spelt in bytes.
+        self._stray = tokenizer.encode("\U0010ffff")[-1:].tolist()
 
     def add(self, ids: np.ndarray, last: bool = False) -> str:
-        """The text these ids add; bytes that may begin a character wait for the next ids."""
-        end = self._tokenizer.end_of_text_id
-        self._ids += [int(i) for i in ids if i != end]
+        """The text these ids add; what later ids may still change waits for them."""
+        self._ids += ids.tolist()
         text = self._tokenizer.decode(self._ids)
         if not last:
+            # Bytes at the end may yet become a character.
             text = text.rstrip("\ufffd")
+            # A wrong byte may yet turn all bytes before it, complete characters too, into U+FFFD.
+            if not self._tokenizer.decode(self._ids + self._stray).startswith(text):
+                return ""
         new = text[self._shown :]
         self._shown = max(self._shown, len(text))
         return new
@@ -273,16 +291,20 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
     return tokenizer.encode(prompt) if prompt else np.array([tokenizer.end_of_text_id])
 
 
-def load_generator(path: str | Path) -> tuple[Generator, Tokenizer, Config]:
-    """The newest step of a run folder, or a step folder, ready to generate on one device."""
+def load_generator(path: str | Path) -> tuple[Generator, Tokenizer]:
+    """The newest step of a run folder, or a step folder, ready to generate on one device.
 
-    def read(folder: Path) -> tuple[Generator, Tokenizer, Config]:
+    Raises:
+      UserError: there is no such folder, or no step in it that can be read.
+    """
+
+    def read(folder: Path) -> tuple[Generator, Tokenizer]:
         config = checkpoint.read_record(folder).config
         tokenizer = checkpoint.read_tokenizer(folder)
         structure = Structure(config.model, config.compute, single_device())
         params = checkpoint.read_params(folder, structure.shapes)
         generator = Generator(structure, params, tokenizer.vocab_size, tokenizer.end_of_text_id)
-        return generator, tokenizer, config
+        return generator, tokenizer
 
     found = checkpoint.open_newest(path, read)
     if found is None:
@@ -290,7 +312,8 @@ def load_generator(path: str | Path) -> tuple[Generator, Tokenizer, Config]:
     return found[1]
 
 
-def _define_flags(fv: flags.FlagValues) -> None:
+def define_flags(fv: flags.FlagValues) -> None:
+    """Defines the flags of the command."""
     flags.DEFINE_string(
         "checkpoint", None, "Run folder, or one step folder.", required=True, flag_values=fv
     )
@@ -307,26 +330,23 @@ def _define_flags(fv: flags.FlagValues) -> None:
 def main(fv: flags.FlagValues) -> None:
     """Prints each prompt with its continuation; a single one as it is made."""
     sampling = Sampling(fv.temperature, fv.top_k, fv.top_p, fv.seed)
-    generator, tokenizer, _ = load_generator(fv.checkpoint)
+    generator, tokenizer = load_generator(fv.checkpoint)
     prompts = [encode_prompt(tokenizer, prompt) for prompt in fv.prompt]
+    made = generator(prompts, fv.max_new_tokens, sampling)
     streams = [TextStream(tokenizer, prompt) for prompt in prompts]
+    if len(prompts) == 1:
+        print(fv.prompt[0], end="", flush=True)
+        for (ids,) in made:
+            print(streams[0].add(ids), end="", flush=True)
+        print(streams[0].add(np.array([], int), last=True))
+        return
     texts = list(fv.prompt)
-    live = len(prompts) == 1
-    if live:
-        print(texts[0], end="", flush=True)
-    for parts in generator(prompts, fv.max_new_tokens, sampling):
-        for row, part in enumerate(parts):
-            new = streams[row].add(part)
-            texts[row] += new
-            if live:
-                print(new, end="", flush=True)
-    rests = [stream.add(np.array([], int), last=True) for stream in streams]
-    if live:
-        print(rests[0])
-    else:
-        for text, rest in zip(texts, rests, strict=True):
-            print(text + rest, end="\n\n")
+    for parts in made:
+        for row, ids in enumerate(parts):
+            texts[row] += streams[row].add(ids)
+    for text, stream in zip(texts, streams, strict=True):
+        print(text + stream.add(np.array([], int), last=True), end="\n\n")
 
 
 if __name__ == "__main__":
-    cli.run(main, _define_flags, sys.argv)
+    cli.run(main, define_flags)

@@ -275,18 +275,21 @@ class Structure:
         """The module with these parameters."""
         return nnx.merge(self._graph, params)
 
+    @property
+    def shardings(self) -> Params:
+        """Where each array lies."""
+        return jax.tree.map(lambda shape: shape.sharding, self.shapes)
+
     def init(self, seed: int) -> Params:
         """Parameters drawn from a seed: the same ones, bit for bit, on any mesh.
 
         Every device draws its own part; none ever holds the whole.
         """
+        return jax.jit(self._draw, out_shardings=self.shardings)(seed)
 
-        def draw(seed: jax.Array) -> Params:
-            model = _build(self.config, self.compute, self.place, seed)
-            return nnx.to_pure_dict(nnx.split(model)[1])
-
-        shardings = jax.tree.map(lambda shape: shape.sharding, self.shapes)
-        return jax.jit(draw, out_shardings=shardings)(seed)
+    def _draw(self, seed: jax.Array) -> Params:
+        model = _build(self.config, self.compute, self.place, seed)
+        return nnx.to_pure_dict(nnx.split(model)[1])
 
     def count(self) -> tuple[int, int]:
         """Number of parameters: all, and those of the input interface."""

@@ -40,9 +40,9 @@ def joined(parts):
     return [{key: np.concatenate([part[key] for part in row]) for key in row[0]} for row in parts]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32 - 1), st.integers(0, 8))
-def test_every_epoch_has_every_window_once_in_another_order(windows, context, seed, rest):
+def test_every_epoch_has_every_window_once(windows, context, seed, rest):
     size = windows * context + 1 + min(rest, context - 1)
     dataset = shuffled_windows(np.arange(size), context, seed)
     epochs = np.array([[dataset[e * windows + i] for i in range(windows)] for e in range(4)])
@@ -50,8 +50,16 @@ def test_every_epoch_has_every_window_once_in_another_order(windows, context, se
     in_stream_order = np.arange(windows) * context
     np.testing.assert_array_equal(np.sort(starts), np.tile(in_stream_order, (4, 1)))
     np.testing.assert_array_equal(epochs, starts[:, :, None] + np.arange(context + 1))
-    if windows >= 20:
-        assert len({tuple(order) for order in [in_stream_order, *starts]}) == 5
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    datasets = [shuffled_windows(np.arange(501), 5, seed) for seed in (0, 10, 20)]
+    orders = [
+        tuple(int(dataset[i][0]) for i in range(e, e + 100))
+        for dataset in datasets
+        for e in (0, 100, 200)
+    ]
+    assert len({tuple(range(0, 500, 5)), *orders}) == 10
 
 
 def test_batches_are_the_windows_in_turn_across_epochs():
@@ -78,16 +86,12 @@ def test_batches_do_not_depend_on_the_number_of_threads():
         assert_same(take(batches, 40), first)
 
 
-def test_seeds_give_other_orders():
-    batches = [take(training_batches(stream(900), 8, 4, seed), 1)[0] for seed in (0, 1)]
-    assert (batches[0]["ids"] != batches[1]["ids"]).any()
-
-
-@settings(max_examples=40)
+# Hundreds of windows: grain takes longer to shuffle few, about 5 ms / windows for each row.
+@settings(max_examples=20)
 @given(
-    size=st.integers(20, 400),
-    context=st.integers(1, 12),
-    batch_size=st.integers(1, 7),
+    size=st.integers(400, 900),
+    context=st.integers(1, 3),
+    batch_size=st.integers(1, 11),
     stops=st.lists(st.integers(0, 40), min_size=1, max_size=3),
     threads=st.integers(0, 2),
 )
