@@ -47,8 +47,14 @@ class Record:
     config: Config
 
 
-class _FilesHandler(ocp.CheckpointHandler):
-    """An item whose files one process writes."""
+class _FilesHandler(ocp.AsyncCheckpointHandler):
+    """An item whose files one process writes, in the background like the arrays."""
+
+    async def async_save(self, directory: Any, args: "_FilesSave") -> list[ocp.future.Future]:
+        async def write() -> None:
+            self.save(directory, args)
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="files")]
 
     def save(self, directory: Any, args: "_FilesSave") -> None:
         if jax.process_index() == 0:
@@ -105,6 +111,10 @@ class Checkpoints:
         """
         step = int(state.step)
         path = self.path(step)
+        # orbax drops such a save and says nothing.
+        newest = self._manager.latest_step()
+        if newest is not None and step <= newest:
+            raise CommandError(f"{path}: not saved, step {newest} is there already")
         record = {"step": step, "data": data, "config": config_lib.to_mapping(config)}
 
         def write_record(directory: Path) -> None:
@@ -118,9 +128,7 @@ class Checkpoints:
         if state.optimizer is not None:
             items["optimizer"] = ocp.args.StandardSave(state.optimizer)
         with _named_failure(path):
-            started = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        if not started:
-            raise CommandError(f"{path}: not saved, a step as new as {step} is there already")
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         return path
 
     def check(self) -> None:

@@ -100,27 +100,21 @@ def read_corpus(
     """
     if not 0 < eval_fraction < 1:
         raise UserError(f"eval_fraction: found {eval_fraction}, expected above 0 and below 1")
-    tally = _Tally(on_bad_record)
-
-    def documents_of(name: str) -> Iterator[Document]:
-        return documents(name, text_field, strict=strict, on_bad_record=tally)
-
-    def encode(name: str, found: Iterable[Document]) -> list[_Encoded]:
-        encoded = _encode_all(found, tokenizer, eval_fraction, progress)
-        if not encoded:
-            reason = f"; first bad record: {tally.first}" if tally.first else ""
-            raise UserError(f"source {name!r}: no document with any text{reason}")
-        return encoded
-
-    found = documents_of(source)
+    tally, eval_tally = _Tally(on_bad_record), _Tally(on_bad_record)
+    found = documents(source, text_field, strict=strict, on_bad_record=tally)
     sample = list(itertools.islice(found, _SAMPLE_DOCUMENTS))
     lost = lost_characters(tokenizer, [document.text[:_SAMPLE_CHARACTERS] for document in sample])
-    encoded = encode(source, itertools.chain(sample, found))
+    found = itertools.chain(sample, found)
+    encoded = _encode_all(found, tokenizer, eval_fraction, progress)
+    _require_documents(source, encoded, tally)
 
     window = context + 1
     if eval_source is not None:
         rule = BY_EVAL_SOURCE
-        train, held_out = _joined(encoded), _joined(encode(eval_source, documents_of(eval_source)))
+        found = documents(eval_source, text_field, strict=strict, on_bad_record=eval_tally)
+        eval_encoded = _encode_all(found, tokenizer, eval_fraction, progress)
+        _require_documents(eval_source, eval_encoded, eval_tally)
+        train, held_out = _joined(encoded), _joined(eval_encoded)
         _require_ids(source, train.ids.size, window, f"one window of context {context} + 1")
     else:
         rule = BY_DOCUMENT_HASH
@@ -132,7 +126,7 @@ def read_corpus(
             windows = f"a training and a held-out window of context {context} + 1"
             _require_ids(source, whole.ids.size, 2 * window, windows)
             train, held_out = _split_tail(whole, tokenizer, eval_fraction, window)
-    return Corpus(train, held_out, rule, tally.count, lost)
+    return Corpus(train, held_out, rule, tally.count + eval_tally.count, lost)
 
 
 def is_held_out(text: str, fraction: float) -> bool:
@@ -228,6 +222,12 @@ def _joined(encoded: Sequence[_Encoded]) -> TokenStream:
     rows = [document.ids for document in encoded] or [np.empty(0, np.uint16)]
     text_bytes = sum(document.text_bytes for document in encoded)
     return TokenStream(np.concatenate(rows), len(encoded), text_bytes)
+
+
+def _require_documents(source: str, encoded: Sequence[_Encoded], tally: _Tally) -> None:
+    if not encoded:
+        reason = f"; first bad record: {tally.first}" if tally.first else ""
+        raise UserError(f"source {source!r}: no document with any text{reason}")
 
 
 def _require_ids(source: str, found: int, needed: int, what: str) -> None:

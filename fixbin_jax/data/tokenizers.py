@@ -8,7 +8,6 @@ import abc
 import collections
 import functools
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 import sentencepiece
 import tokenizers as hf
 
+from fixbin_jax.data import unicode
 from fixbin_jax.errors import UserError
 
 UNICODE = "unicode"
@@ -150,9 +150,11 @@ class HuggingFaceTokenizer(Tokenizer):
         pad_id = self._special_id(settings, "pad_token", _PAD_NAMES, origin)
         if config is None:
             named = {"eos_token": end_of_text_id, "pad_token": pad_id}
-            config = json.dumps(
-                {key: self._tokenizer.id_to_token(i) for key, i in named.items() if i is not None}
-            ).encode("utf-8")
+            made = {
+                key: self._tokenizer.id_to_token(i) for key, i in named.items() if i is not None
+            }
+            made["tokenizer_class"] = "PreTrainedTokenizerFast"
+            config = json.dumps(made).encode("utf-8")
 
         # Files made for fine-tuning may cut, pad or drop merges at random; a corpus wants none.
         self._tokenizer.no_truncation()
@@ -236,10 +238,16 @@ class HuggingFaceTokenizer(Tokenizer):
 def _encodes_by_character(layout: Mapping[str, Any]) -> bool:
     """Whether each character is encoded by itself, so that a text may be cut anywhere."""
     model = layout["model"]
+    beyond_one = (
+        "merges",
+        "ignore_merges",
+        "fuse_unk",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+    )
     return (
         model.get("type") == "BPE"
-        and not model["merges"]
-        and not model.get("ignore_merges")
+        and not any(model.get(key) for key in beyond_one)
         and layout.get("normalizer") is None
         and layout.get("pre_tokenizer") is None
         and all(token["special"] for token in layout.get("added_tokens", ()))
@@ -247,71 +255,8 @@ def _encodes_by_character(layout: Mapping[str, Any]) -> bool:
 
 
 def unicode_tokenizer() -> HuggingFaceTokenizer:
-    """The embedded tokenizer of 65,536 ids in which a character's id is its code point.
-
-    A `tokenizers` BPE without merges. Characters above U+FFFF, and the four private-use characters
-    whose code points the specials take, have no entry and fall back to the byte tokens <0x00> to
-    <0xFF> in the surrogate block, which no character owns. The rest of that block holds names that
-    no text can become, so that the vocabulary has no hole.
-    """
-    first_byte, first_special = 0xD800, 0xE000
-    specials = {"<pad>": 57_344, "<s>": 57_345, "</s>": 57_346, "<unk>": 57_347}
-    tokens = [chr(i) for i in range(1 << 16)]
-    tokens[first_byte:first_special] = [f"<reserved_{i}>" for i in range(first_byte, first_special)]
-    tokens[first_byte : first_byte + 256] = [f"<0x{byte:02X}>" for byte in range(256)]
-    for token, special_id in specials.items():
-        tokens[special_id] = token
-    layout: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": special_id,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for token, special_id in specials.items()
-        ],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": "<unk>",
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [],
-        },
-    }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    return HuggingFaceTokenizer(
-        json.dumps(layout, ensure_ascii=False).encode("utf-8"),
-        json.dumps(config, indent=1).encode("utf-8"),
-        UNICODE,
-    )
+    """The embedded tokenizer of 65,536 ids, see `fixbin_jax.data.unicode`."""
+    return HuggingFaceTokenizer(unicode.tokenizer_json(), unicode.tokenizer_config(), UNICODE)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -371,45 +316,6 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """See the base class."""
         return self._processor.decode(np.asarray(ids).tolist())
-
-
-def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
-    """Trains a SentencePiece BPE model that gives every text back as it was.
-
-    Nothing is normalised, no space is added or taken, and characters outside the vocabulary are
-    spelt in bytes. The ids: 0 padding, 1 end of text, 2 unknown (never produced), 3 to 258 bytes.
-
-    Args:
-      texts: training texts; all are held in memory by the trainer.
-      vocab_size: the number of ids.
-
-    Raises:
-      UserError: if the trainer cannot make a vocabulary of this size from these texts.
-    """
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            max_sentence_length=1 << 30,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
-            bos_id=-1,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        # "INTERNAL: file(line) [failed condition] words for the user"
-        reason = str(error).rpartition("] ")[2].strip() or str(error)
-        raise UserError(f"vocab_size {vocab_size}: SentencePiece refuses: {reason}") from error
-    return SentencePieceTokenizer(model.getvalue(), "the trained model")
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:

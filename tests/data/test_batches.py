@@ -81,7 +81,7 @@ def test_targets_are_the_next_ids_and_all_count(dtype):
 
 def test_batches_do_not_depend_on_the_number_of_threads():
     first = take(training_batches(stream(300), 8, 4, 0, read_threads=0), 40)
-    for threads in (1, 3):
+    for threads in (1, 2, 3):
         batches = training_batches(stream(300), 8, 4, 0, read_threads=threads)
         assert_same(take(batches, 40), first)
 

@@ -132,6 +132,9 @@ def test_a_source_without_documents_is_refused_saying_the_first_bad_record(tmp_p
     (tmp_path / "a.jsonl").write_text('{"body": "a"}\n{}\n')
     with pytest.raises(UserError, match=r"a\.jsonl line 1: no field 'text', found \['body'\]$"):
         read_corpus(str(tmp_path / "a.jsonl"), UNICODE, 4, on_bad_record=lambda _: None)
+    good = write(tmp_path / "good.jsonl", some_texts(9))
+    with pytest.raises(UserError, match=r"empty\.txt': no document with any text$"):
+        read_corpus(good, UNICODE, 4, eval_source=str(tmp_path / "empty.txt"))
 
 
 def test_bad_records_are_counted_and_handed_on(tmp_path):

@@ -228,7 +228,8 @@ def test_python_docs_are_real_text_of_this_python_without_tests_and_tables():
 
 def test_python_docs_are_read_in_order_of_path_from_any_layout(tmp_path, monkeypatch):
     kept = ["_a.py", "b.py", "b/c.py", "b/d.py"]
-    left = ["test/x.py", "b/tests/x.py", "site-packages/p/x.py", "_sysconfigdata_x.py", "x.txt"]
+    left = ["test/x.py", "b/tests/x.py", "site-packages/p/x.py", "config-3/x.py", "x.txt"]
+    left += ["_sysconfigdata_x.py"]
     for name in [*reversed(kept), *left]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -16,10 +16,9 @@ from fixbin_jax.data.tokenizers import (
     check_vocabulary,
     load_tokenizer,
     lost_characters,
-    train_sentencepiece,
     unicode_tokenizer,
 )
-from fixbin_jax.data.train_tokenizer import train_tokenizer
+from fixbin_jax.data.train_tokenizer import train_sentencepiece, train_tokenizer
 from fixbin_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
