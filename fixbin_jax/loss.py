@@ -78,14 +78,19 @@ def _local(  # type: ignore[no-untyped-def]
         top = lax.pmax(logits.max(axis=-1), vocab)
         exps = jnp.exp(logits - top[:, None])
         total = lax.psum(exps.sum(axis=-1), vocab)
-        is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) + first_id == targets[:, None]
-        target_logit = lax.psum(jnp.where(is_target, logits, 0.0).sum(axis=-1), vocab)
+        # Only the device whose part of the vocabulary has the target picks its logit.
+        local = targets - first_id
+        picked = jnp.take_along_axis(logits, local[:, None], axis=1, mode="fill", fill_value=0)
+        is_here = (local >= 0) & (local < head.shape[0])
+        target_logit = lax.psum(jnp.where(is_here, picked[:, 0], 0.0), vocab)
         loss += jnp.where(mask, top + jnp.log(total) - target_logit, 0.0).sum()
         if not with_grads:
             return (loss, dhead, dbias), None
         weight = mask.astype(jnp.float32)[:, None]
+        is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == local[:, None]
         dlogits = exps * (weight / total[:, None]) - jnp.where(is_target, weight, 0.0)
-        dbias += dlogits.sum(axis=0)
+        if bias_V is not None:
+            dbias += dlogits.sum(axis=0)
         dlogits = dlogits.astype(dtype)
         dx = lax.psum(jnp.dot(dlogits, head, preferred_element_type=jnp.float32), vocab)
         dhead += jnp.dot(dlogits.T, x, preferred_element_type=jnp.float32)

@@ -36,6 +36,11 @@ def change(config: Config, **groups: dict[str, Any]) -> Config:
     return dataclasses.replace(config, **replaced)
 
 
+def change_whole(config: Config, **groups: Any) -> Config:
+    """The config with whole groups replaced."""
+    return dataclasses.replace(config, **groups)
+
+
 def placement(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Placement:
     """A mesh of the first devices."""
     devices = jax.devices()[: data * fsdp * tensor]
