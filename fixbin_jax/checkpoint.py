@@ -8,10 +8,11 @@
 A step folder appears whole, by one rename, or not at all.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,18 +144,13 @@ class Checkpoints:
             self._manager.check_for_errors()
 
 
-class _named_failure:  # noqa: N801  (a context manager, used like a function)
+@contextlib.contextmanager
+def _named_failure(path: Path) -> Iterator[None]:
     """Turns what orbax and the file system raise into one line that names the folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception):
-            raise CommandError(f"{self._path}: saving failed: {_first_line(error)}") from error
+    try:
+        yield
+    except Exception as error:
+        raise CommandError(f"{path}: saving failed: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -393,7 +393,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
     }
 
 
-def to_config_dict(config: Config = Config()) -> ConfigDict:  # noqa: B008  (frozen)
+def to_config_dict(config: Config = Config()) -> ConfigDict:
     """A config as the locked ConfigDict that files in configs/ edit."""
 
     def convert(node: Any) -> ConfigDict:

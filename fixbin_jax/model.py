@@ -47,7 +47,10 @@ class Linear(nnx.Module):
         self.bias = _parameter(jnp.zeros(shape[0], jnp.float32), bias_axis) if bias else None
 
     def __call__(self, x_NxI: jax.Array) -> jax.Array:
-        y_NxO = lax.dot_general(x_NxI, self.weight[...].astype(x_NxI.dtype), (((1,), (1,)), ((), ())))
+        """[N, in] -> [N, out]."""
+        y_NxO = lax.dot_general(
+            x_NxI, self.weight[...].astype(x_NxI.dtype), (((1,), (1,)), ((), ()))
+        )
         return y_NxO if self.bias is None else y_NxO + self.bias[...].astype(x_NxI.dtype)
 
 
@@ -61,6 +64,7 @@ class LayerNorm(nnx.Module):
         self.bias = _parameter(zeros, None) if config.norm_bias else None
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        """[N, width] -> [N, width]."""
         x = x_NxD.astype(jnp.float32)
         centred = x - x.mean(axis=-1, keepdims=True)
         variance = jnp.square(centred).mean(axis=-1, keepdims=True)
@@ -74,19 +78,19 @@ class InputInterface(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.code = config.code
         self.width = config.width
+        self.table: nnx.Param | None = None
         if self.code is None:
             # A stream of its own: the other weights of a seed are the same for all interfaces.
             shape = (config.vocab_size, config.width)
             table = config.init_std * jax.random.normal(rngs.input(), shape, jnp.float32)
             self.table = _parameter(table, "input_vocab", "width")
-        else:
-            self.table = None
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """[...] int ids -> [..., width]."""
-        if self.code is None:
-            return self.table[...][ids].astype(dtype)
-        return encode(self.code, ids, self.width, dtype)
+        if self.code is not None:
+            return encode(self.code, ids, self.width, dtype)
+        assert self.table is not None
+        return self.table[...][ids].astype(dtype)
 
 
 class Attention(nnx.Module):
@@ -100,10 +104,15 @@ class Attention(nnx.Module):
         self.value = Linear(square, ("heads", "width"), bias, std, rngs)
         self.out = Linear(square, ("width", "heads"), bias, _residual_std(config), rngs)
 
-    def __call__(self, x_NxD: jax.Array, positions: jax.Array, attend: Attend) -> tuple:
-        shape = (*positions.shape, self.config.num_heads, self.config.head_width)
-        q = attention.rotate(self.query(x_NxD).reshape(shape), positions, self.config.rope_theta)
-        k = attention.rotate(self.key(x_NxD).reshape(shape), positions, self.config.rope_theta)
+    def __call__(
+        self, x_NxD: jax.Array, positions_BxL: jax.Array, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        """[B * L, width] -> [B * L, width], and what `attend` returned beside its output."""
+        shape = (*positions_BxL.shape, self.config.num_heads, self.config.head_width)
+        q = attention.rotate(
+            self.query(x_NxD).reshape(shape), positions_BxL, self.config.rope_theta
+        )
+        k = attention.rotate(self.key(x_NxD).reshape(shape), positions_BxL, self.config.rope_theta)
         out, extra = attend(q, k, self.value(x_NxD).reshape(shape))
         return self.out(out.reshape(x_NxD.shape)), extra
 
@@ -118,6 +127,7 @@ class MLP(nnx.Module):
         self.down = Linear((width, hidden), ("width", "mlp"), bias, _residual_std(config), rngs)
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        """[N, width] -> [N, width]."""
         return self.down(jax.nn.gelu(self.up(x_NxD), approximate=self.approximate))
 
 
@@ -130,8 +140,11 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(config)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x_NxD: jax.Array, positions: jax.Array, attend: Attend) -> tuple:
-        y, extra = self.attention(self.attention_norm(x_NxD), positions, attend)
+    def __call__(
+        self, x_NxD: jax.Array, positions_BxL: jax.Array, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        """[B * L, width] -> [B * L, width], and what `attend` returned beside its output."""
+        y, extra = self.attention(self.attention_norm(x_NxD), positions_BxL, attend)
         x_NxD = x_NxD + y
         return x_NxD + self.mlp(self.mlp_norm(x_NxD)), extra
 
@@ -230,7 +243,7 @@ def _unrolled(f: Callable, carry: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
     parts = [lax.split(leaf, (1,) * length) for leaf in leaves]
     ys = []
     for i in range(length):
-        carry, y = f(carry, tree.unflatten([part[i][0] for part in parts]))
+        carry, y = f(carry, jax.tree.unflatten(tree, [part[i][0] for part in parts]))
         ys.append(y)
     return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
 

@@ -133,7 +133,11 @@ def check_divisible(config: Config, placement: Placement) -> None:
     """
     model, train = config.model, config.train
     checks = (
-        ("train.batch_size / train.micro_batches", train.batch_size // train.micro_batches, "batch"),
+        (
+            "train.batch_size / train.micro_batches",
+            train.batch_size // train.micro_batches,
+            "batch",
+        ),
         ("model.width", model.width, "width"),
         ("model.num_heads", model.num_heads, "heads"),
         ("model.mlp_width", model.hidden_width, "mlp"),

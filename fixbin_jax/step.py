@@ -26,7 +26,7 @@ class State(NamedTuple):
       optimizer: the optax state.
     """
 
-    step: jax.Array
+    step: Any
     params: Params
     optimizer: Any
 

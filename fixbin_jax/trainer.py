@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from fixbin_jax.data.corpus import Corpus, read_corpus, unigram_entropy
 from fixbin_jax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 from fixbin_jax.errors import Diverged, Terminated, UserError
 from fixbin_jax.generate import Generator, Sampling, TextStream, encode_prompt
-from fixbin_jax.metrics import MetricsWriter, Progress, format_count, format_duration, peak_flops
+from fixbin_jax.metrics import MetricsWriter, Progress, format_count, peak_flops
 from fixbin_jax.sharding import Placement, check_divisible, make_placement
 from fixbin_jax.step import State, Step
 
@@ -83,10 +83,10 @@ def train(config: Config, workdir: str | Path, change_config: bool = False) -> N
 
 def _start(
     config: Config, workdir: Path, step: Step, change_config: bool
-) -> tuple[State, dict[str, Any] | None]:
+) -> tuple[State, Mapping[str, Any] | None]:
     """The state to go on from, and its position in the data (None for a run that begins)."""
 
-    def own_step(folder: Path) -> tuple[State, dict[str, Any] | None]:
+    def own_step(folder: Path) -> tuple[State, Mapping[str, Any] | None]:
         record = checkpoint.read_record(folder)
         changed = config_lib.changes(record.config, config)
         if changed and not change_config:

@@ -11,11 +11,11 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> 
     """softmax(q k^T / sqrt(d)) v in float64, one query at a time."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros(q.shape)
-    for b, l, h in np.ndindex(q.shape[:3]):
-        keys = np.flatnonzero(mask[b, l])
-        scores = k[b, keys, h] @ q[b, l, h] / np.sqrt(q.shape[-1])
+    for b, i, h in np.ndindex(q.shape[:3]):
+        keys = np.flatnonzero(mask[b, i])
+        scores = k[b, keys, h] @ q[b, i, h] / np.sqrt(q.shape[-1])
         weights = np.exp(scores - scores.max())
-        out[b, l, h] = weights @ v[b, keys, h] / weights.sum()
+        out[b, i, h] = weights @ v[b, keys, h] / weights.sum()
     return out
 
 
@@ -55,9 +55,7 @@ def test_masked_attention_equals_the_formula() -> None:
     q, k, v = qkv(20)
     mask = np.random.default_rng(1).random((2, 20, 20)) < 0.3
     mask[:, :, 4] = True
-    np.testing.assert_allclose(
-        masked_attention(q, k, v, mask), reference(q, k, v, mask), atol=1e-5
-    )
+    np.testing.assert_allclose(masked_attention(q, k, v, mask), reference(q, k, v, mask), atol=1e-5)
 
 
 def test_no_weights_between_all_pairs_of_positions_are_kept() -> None:

@@ -119,7 +119,7 @@ def test_a_save_that_fails_stops_the_run(tmp_path: Path) -> None:
     state = trained(step_on(1, 1, 1), 1)
     checkpoints = Checkpoints(tmp_path, 3)
     checkpoints.save(state, POSITION, CONFIG, Unwritable())  # type: ignore[arg-type]
-    with pytest.raises(CommandError, match="saving failed: OSError.*No space left"):
+    with pytest.raises(CommandError, match=r"saving failed: OSError.*No space left"):
         checkpoints.wait()
     assert checkpoint.step_folders(tmp_path) == []
 
@@ -211,7 +211,5 @@ def test_a_config_written_by_another_version_names_the_key(
     save(tmp_path, [trained(step_on(1, 1, 1), 1)], tokenizer)
     record = tmp_path / "checkpoints" / "1" / "run" / "run.json"
     record.write_text(record.read_text().replace('"rope_theta"', '"rope_tehta"'))
-    with pytest.raises(UserError, match="rope_tehta: no such key; did you mean .*rope_theta"):
+    with pytest.raises(UserError, match=r"rope_tehta: no such key; did you mean .*rope_theta"):
         checkpoint.open_newest(tmp_path, checkpoint.read_record)
-
-

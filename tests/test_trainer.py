@@ -244,7 +244,7 @@ def test_a_run_from_given_weights_begins_at_step_0(config: Config, tmp_path: Pat
     assert second_loss[0]["step"] == 0
     assert second_loss[0]["eval_loss"] == pytest.approx(first_loss[-1]["eval_loss"], rel=1e-6)
     other = tiny.change(second, model={"num_layers": 3})
-    with pytest.raises(UserError, match="init_from: .* holds another model"):
+    with pytest.raises(UserError, match=r"init_from: .* holds another model"):
         trainer.train(other, tmp_path / "third")
     assert not (tmp_path / "third").exists()
 

@@ -65,9 +65,7 @@ def leaves(params: Params) -> dict[str, Any]:
 def randomised(params: Params, seed: int = 0) -> Params:
     """The same parameters with every bias and norm moved away from 0 and 1."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: x + 0.2 * rng.standard_normal(x.shape).astype(np.float32), params
-    )
+    return jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape).astype(np.float32), params)
 
 
 def largest_difference(a: Params, b: Params) -> float:
