@@ -3,10 +3,12 @@
 from absl import flags
 
 from fixbin_jax import cli, trainer
-from fixbin_jax.config import Config, from_mapping
+from fixbin_jax.config import Config
+from fixbin_jax.config_dict import from_mapping
 
 
-def _define_flags(fv: flags.FlagValues) -> None:
+def define_flags(fv: flags.FlagValues) -> None:
+    """Registers the command's flags."""
     cli.define_config(fv)
     flags.DEFINE_string(
         "workdir",
@@ -30,4 +32,4 @@ def main(fv: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, _define_flags)
+    cli.run(main, define_flags)

@@ -6,12 +6,13 @@ as 16 bits: there is no input table.
 
 from ml_collections import ConfigDict
 
-from fixbin_jax.config import to_config_dict
+from fixbin_jax.config import Config
+from fixbin_jax.config_dict import to_config_dict
 
 
 def get_config() -> ConfigDict:
     """The run."""
-    config = to_config_dict()
+    config = to_config_dict(Config())
 
     config.model.width = 128
     config.model.num_layers = 4

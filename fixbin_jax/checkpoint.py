@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from fixbin_jax import config as config_lib
 from fixbin_jax.config import Config
+from fixbin_jax.config_dict import from_mapping, to_mapping
 from fixbin_jax.data.tokenizers import Tokenizer, load_tokenizer
 from fixbin_jax.errors import CommandError, UserError
 from fixbin_jax.model import Params
@@ -116,7 +116,7 @@ class Checkpoints:
         newest = self._manager.latest_step()
         if newest is not None and step <= newest:
             raise CommandError(f"{path}: not saved, step {newest} is there already")
-        record = {"step": step, "data": data, "config": config_lib.to_mapping(config)}
+        record = {"step": step, "data": data, "config": to_mapping(config)}
 
         def write_record(directory: Path) -> None:
             (directory / "run.json").write_text(json.dumps(record, indent=2))
@@ -213,7 +213,7 @@ def set_aside_newer(folder: Path) -> None:
 def read_record(folder: Path) -> Record:
     """The step, data position and config of a step folder."""
     found = json.loads((folder / "run" / "run.json").read_text())
-    return Record(found["step"], found["data"], config_lib.from_mapping(Config, found["config"]))
+    return Record(found["step"], found["data"], from_mapping(Config, found["config"]))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

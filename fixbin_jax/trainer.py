@@ -19,9 +19,9 @@ import jax
 import numpy as np
 
 from fixbin_jax import checkpoint
-from fixbin_jax import config as config_lib
 from fixbin_jax.checkpoint import Checkpoints
 from fixbin_jax.config import Config
+from fixbin_jax.config_dict import changes, to_mapping
 from fixbin_jax.curve import write_loss_curve
 from fixbin_jax.data.batches import TrainingBatches, held_out_batches, training_batches
 from fixbin_jax.data.corpus import Corpus, read_corpus, unigram_entropy
@@ -88,7 +88,7 @@ def _start(
 
     def own_step(folder: Path) -> tuple[State, Mapping[str, Any] | None]:
         record = checkpoint.read_record(folder)
-        changed = config_lib.changes(record.config, config)
+        changed = changes(record.config, config)
         if changed and not change_config:
             raise UserError(
                 f"--workdir: {workdir} holds a run with another config ({'; '.join(changed)}); "
@@ -139,7 +139,7 @@ def _claim(workdir: Path, config: Config) -> None:
     """Makes the run folder and writes what it is a run of."""
     workdir.mkdir(parents=True, exist_ok=True)
     temporary = workdir / "config.json.tmp"
-    temporary.write_text(json.dumps(config_lib.to_mapping(config), indent=2) + "\n")
+    temporary.write_text(json.dumps(to_mapping(config), indent=2) + "\n")
     os.replace(temporary, workdir / "config.json")
 
 

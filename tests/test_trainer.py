@@ -18,6 +18,7 @@ import pytest
 import train as command
 from fixbin_jax import checkpoint, cli, trainer
 from fixbin_jax.config import CheckpointConfig, Config, LogConfig, SampleConfig
+from fixbin_jax.config_dict import to_mapping
 from fixbin_jax.data.train_tokenizer import train_tokenizer
 from fixbin_jax.errors import CommandError, Diverged, Terminated, UserError
 from fixbin_jax.metrics import read_metrics
@@ -268,9 +269,10 @@ def test_another_mesh_goes_on_with_the_same_losses(
 def quickly(config: Config, workdir: Path, path: Path) -> list[str]:
     """The command line of a run, its config written to a file."""
     path.write_text(
-        "from fixbin_jax.config import Config, from_mapping, to_config_dict\n"
+        "from fixbin_jax.config import Config\n"
+        "from fixbin_jax.config_dict import from_mapping, to_config_dict\n"
         f"def get_config():\n    return to_config_dict(from_mapping(Config, "
-        f"{trainer.config_lib.to_mapping(config)!r}))\n"
+        f"{to_mapping(config)!r}))\n"
     )
     return [sys.executable, str(ROOT / "train.py"), f"--config={path}", f"--workdir={workdir}"]
 
@@ -350,7 +352,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     with pytest.raises(SystemExit) as exit_:
         cli.run(
             command.main,
-            command._define_flags,
+            command.define_flags,
             [*argv, argument.format(**places, folder=tmp_path / "folder")],
         )
     assert exit_.value.code == 2
