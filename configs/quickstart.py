@@ -20,13 +20,16 @@ def get_config() -> ConfigDict:
     config.model.context_length = 128
     config.model.input.zero_ids = (57_344,)
 
-    config.train.num_steps = 600
+    config.train.num_steps = 500
     config.train.batch_size = 8
     config.train.eval_interval = 100
     config.train.eval_batches = 16
+
+    config.compute.loss_rows = 256
 
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 50
 
     config.sample.prompt = "The "
+    config.sample.temperature = 0.6
     return config

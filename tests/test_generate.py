@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers as hf
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fixbin_jax import cli, generate
@@ -36,18 +36,18 @@ GREEDY = Sampling(temperature=0)
 
 
 @functools.cache
-def structure(interface: str = "binary", **compute: object) -> Structure:
+def structure(interface: str, **compute: object) -> Structure:
     model = dataclasses.replace(MODEL, input=tiny.INPUTS[interface])
     return Structure(model, ComputeConfig(**compute), tiny.placement())
 
 
 @functools.cache
-def params(interface: str = "binary") -> Params:
+def params(interface: str) -> Params:
     return tiny.randomised(structure(interface).init(0))
 
 
 @functools.cache
-def generator(interface: str = "binary", end_id: int = NO_END, **compute: object) -> Generator:
+def generator(interface: str, end_id: int = NO_END, **compute: object) -> Generator:
     s = structure(interface, **compute)
     return Generator(s, params(interface), MODEL.vocab_size, end_id)
 
@@ -92,41 +92,36 @@ def greedy(
 
 
 @pytest.mark.parametrize(
-    ("interface", "scan_layers"),
-    [("learned", True), ("binary", True), ("affine", True), ("binary", False)],
+    ("interface", "compute"), [("learned", {}), ("binary", {}), ("affine", {"scan_layers": False})]
 )
 def test_each_id_is_the_likeliest_of_the_full_forward_pass(
-    interface: str, scan_layers: bool
+    interface: str, compute: dict[str, object]
 ) -> None:
-    given = prompts(2, 7, 12)
-    made = rows(generator(interface, scan_layers=scan_layers), given)
-    s = structure(interface, scan_layers=scan_layers)
+    # The last prompt and 20 ids fill the context.
+    given = prompts(2, 7, 12, 44)
+    made = rows(generator(interface, **compute), given)
+    s = structure(interface, **compute)
     assert made == [greedy(s, params(interface), prompt, 20) for prompt in given]
     assert len({i for row in made for i in row}) > 10
 
 
-def test_the_context_can_be_filled_to_its_last_position() -> None:
-    (prompt,) = prompts(44)
-    assert rows(generator(), [prompt]) == [greedy(structure(), params(), prompt, 20)]
-
-
 def test_prompts_in_one_batch_equal_each_alone() -> None:
-    # Alone the first three are padded to 16 ids, in the batch to 32.
-    given = prompts(2, 7, 12, 20)
-    alone = [rows(generator(), [prompt])[0] for prompt in given]
-    assert rows(generator(), given) == alone
-    assert rows(generator(), given[::-1]) == alone[::-1]
+    # Alone the first three are padded to 16 ids, in the batch to 64.
+    given = prompts(2, 7, 12, 44)
+    batch = rows(generator("binary"), given)
+    assert [rows(generator("binary"), [prompt])[0] for prompt in given[:3]] == batch[:3]
+    assert rows(generator("binary"), given[::-1]) == batch[::-1]
 
 
 def test_bfloat16_batches_have_no_nan_and_choose_as_the_full_forward_pass() -> None:
     given = prompts(2, 7, 12, 20)
     with jax.debug_nans(True):
-        made = rows(generator(dtype="bfloat16"), given)
-    s = structure(dtype="bfloat16")
+        made = rows(generator("binary", dtype="bfloat16"), given)
+    s = structure("binary", dtype="bfloat16")
     for prompt, row in zip(given, made, strict=True):
         ids = prompt.tolist()
         for i in row:
-            found = logits(s, params(), ids)
+            found = logits(s, params("binary"), ids)
             # Two computations of one logit in bfloat16 differ.
             assert found[i] > found.max() - 0.15 and found.std() > 1
             ids.append(i)
@@ -137,14 +132,14 @@ def test_a_mesh_makes_the_ids_of_one_device_from_one_compilation(
     count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tiny.placement(data=2, fsdp=2, tensor=2)
-    s = Structure(structure().config, ComputeConfig(), place)
+    s = Structure(structure("binary").config, ComputeConfig(), place)
     shardings = jax.tree.map(lambda shape: shape.sharding, s.shapes)
-    made = Generator(s, jax.device_put(params(), shardings), MODEL.vocab_size, NO_END)
-    given = prompts(2, 12, 7)[:count]
+    made = Generator(s, jax.device_put(params("binary"), shardings), MODEL.vocab_size, NO_END)
+    given = prompts(2, 7, 12, 44)
     with compilations(caplog) as compiled:
-        found = rows(made, given)
+        found = rows(made, given[:count])
     assert compiled == ["_start", "_continue"]
-    assert found == rows(generator(), given)
+    assert found == rows(generator("binary"), given)[:count]
 
 
 @contextlib.contextmanager
@@ -158,7 +153,7 @@ def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 
 def test_prefill_and_decoding_are_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
-    made = Generator(structure(), params(), MODEL.vocab_size, NO_END)
+    made = Generator(structure("binary"), params("binary"), MODEL.vocab_size, NO_END)
     with compilations(caplog) as compiled:
         rows(made, prompts(5, 12), Sampling(0.7, 5, 0.9, seed=1), 40)
     assert compiled == ["_start", "_continue"]
@@ -171,13 +166,13 @@ def test_prefill_and_decoding_are_compiled_once(caplog: pytest.LogCaptureFixture
 
 
 def test_a_row_that_ends_is_frozen_and_its_neighbours_are_unchanged() -> None:
-    given = prompts(2, 7, 12)
-    free = rows(generator(), given)
-    end = next(i for i in free[1][3:] if i not in free[0] + free[2] + free[1][:3])
+    given = prompts(2, 7, 12, 44)
+    free = rows(generator("binary"), given)
+    others = free[0] + free[2] + free[3]
+    end = next(i for i in free[1][3:] if i not in others + free[1][:3])
     stop = free[1].index(end) + 1
-    made = generator(end_id=end)
-    assert rows(made, given) == [free[0], free[1][:stop], free[2]]
-    assert len(list(made(given, 20, GREEDY))) == 20
+    made = generator("binary", end_id=end)
+    assert rows(made, given) == [free[0], free[1][:stop], *free[2:]]
     assert rows(made, given[1:2]) == [free[1][:stop]]
     assert len(list(made(given[1:2], 20, GREEDY))) == stop < 20
 
@@ -186,15 +181,14 @@ def test_an_end_id_inside_the_prompt_is_not_an_end() -> None:
     (prompt,) = prompts(8)
     end = int(prompt[-1])
     prompt[[0, 3]] = end
-    (free,) = rows(generator(), [prompt])
+    (free,) = rows(generator("binary"), [prompt])
     assert end not in free
-    assert rows(generator(end_id=end), [prompt]) == [free]
+    assert rows(generator("binary", end_id=end), [prompt]) == [free]
 
 
-@pytest.mark.parametrize("count", [1, 13])
-def test_fewer_ids_are_the_first_ones(count: int) -> None:
-    more = rows(generator(), prompts(2))
-    assert rows(generator(), prompts(2), count=count) == [row[:count] for row in more]
+def test_a_single_id_is_the_first_of_more() -> None:
+    (more,) = rows(generator("binary"), prompts(2))
+    assert rows(generator("binary"), prompts(2), count=1) == [more[:1]]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=MODEL.vocab_size, top_p=0.99)])
@@ -214,10 +208,13 @@ def test_surplus_ids_are_never_chosen(sampling: Sampling) -> None:
 # Sampling.
 
 
-def drawn(logits: np.ndarray, sampling: Sampling, count: int = 20_000) -> np.ndarray:
+DRAWS = 20_000
+
+
+def drawn(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """How often each id is drawn."""
-    logits_BxV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
-    ids = sample(logits_BxV, jax.random.split(jax.random.key(0), count), sampling)
+    logits_BxV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (DRAWS, len(logits)))
+    ids = sample(logits_BxV, jax.random.split(jax.random.key(0), DRAWS), sampling)
     assert ids.dtype == jnp.int32
     return np.bincount(ids, minlength=len(logits))
 
@@ -260,25 +257,24 @@ def test_ids_are_drawn_by_their_share_of_what_is_kept(
     chosen = np.isin(order, kept)
     np.testing.assert_array_equal(counts > 0, chosen)
     weights = p[chosen] ** (1 / sampling.temperature) if len(kept) > 1 else np.ones(1)
-    expected = counts.sum() * weights / weights.sum()
+    expected = DRAWS * weights / weights.sum()
     # Chi-square of at most 3 degrees of freedom: above 25 once in 60,000 tests.
     assert ((counts[chosen] - expected) ** 2 / expected).sum() < 25
 
 
 def test_of_equal_ids_the_first_are_kept() -> None:
     equal = np.zeros(4)
-    np.testing.assert_array_equal(drawn(equal, Sampling(top_p=0.5), 500) > 0, [1, 1, 0, 0])
-    np.testing.assert_array_equal(drawn(equal, Sampling(top_k=3), 500) > 0, [1, 1, 1, 0])
+    np.testing.assert_array_equal(drawn(equal, Sampling(top_p=0.5)) > 0, [1, 1, 0, 0])
+    np.testing.assert_array_equal(drawn(equal, Sampling(top_k=3)) > 0, [1, 1, 1, 0])
     for sampling in (Sampling(top_k=1), Sampling(top_p=0), Sampling(temperature=0)):
-        assert drawn(np.array([1.0, 2.0, 2.0, 0.0]), sampling, 500)[1] == 500
+        assert drawn(np.array([1.0, 2.0, 2.0, 0.0]), sampling)[1] == DRAWS
 
 
 @given(
-    st.lists(st.integers(-30, 30), min_size=6, max_size=6),
-    st.integers(0, 7),
+    st.lists(st.integers(-30, 30), min_size=4, max_size=4),
+    st.integers(0, 5),
     st.floats(0, 0.999),
 )
-@settings(max_examples=25)
 def test_top_k_and_top_p_keep_what_their_definition_keeps(
     tenths: list[int], top_k: int, top_p: float
 ) -> None:
@@ -288,28 +284,24 @@ def test_top_k_and_top_p_keep_what_their_definition_keeps(
     before = np.concatenate([[0], np.cumsum(p)[:-1]])
     assume(np.abs(before - top_p)[1:].min(initial=1) > 1e-5)
     kept = ranked[(before < top_p) | (np.arange(len(ranked)) == 0)]
-    counts = drawn(logits, Sampling(top_k=top_k, top_p=top_p), 1000)
+    counts = drawn(logits, Sampling(top_k=top_k, top_p=top_p))
     assert set(np.nonzero(counts)[0]) <= set(kept)
     share = np.exp(logits[kept]) / np.exp(logits[kept]).sum()
     assert (counts[kept[share > 0.05]] > 0).all()
 
 
 def test_a_seed_gives_the_same_ids_again_and_another_seed_others() -> None:
-    hot = Sampling(2.0)
     one, again, other = (
-        rows(generator(), prompts(2, 7), dataclasses.replace(hot, seed=seed)) for seed in (1, 1, 2)
+        rows(generator("binary"), prompts(2), Sampling(2.0, seed=seed)) for seed in (1, 1, 2)
     )
-    assert one == again
-    assert all(a != b for a, b in zip(one, other, strict=True))
+    assert one == again != other
 
 
 def test_a_row_s_chance_is_its_own() -> None:
     short, long = prompts(2, 30)
     hot = Sampling(2.0, seed=1)
-    (alone,) = rows(generator(), [short], hot)
-    first, second = rows(generator(), [short, short], hot)
-    assert first == alone != second
-    assert rows(generator(), [short, long], hot)[0] == alone
+    first, second, _ = rows(generator("binary"), [short, short, long], hot)
+    assert rows(generator("binary"), [short], hot) == [first] != [second]
 
 
 # Refusals.
@@ -351,7 +343,7 @@ def test_what_cannot_be_continued_is_refused_at_once(
     ids: list[int], count: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        generator()([np.array([1, 2]), np.array(ids, int)], count, GREEDY)
+        generator("binary")([np.array([1, 2]), np.array(ids, int)], count, GREEDY)
 
 
 # Text.
@@ -476,7 +468,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("runs") / "a run"
     with Checkpoints(workdir, keep=3) as checkpoints:
         for step in (1, 2):
-            state = State(jnp.int32(step), structure().init(step), None)
+            state = State(jnp.int32(step), structure("binary").init(step), None)
             checkpoints.save(state, None, Config(model=MODEL), pieces())
     return workdir
 
@@ -485,7 +477,9 @@ def expected(step: int, prompt: str, count: int) -> str:
     """A prompt and its greedy continuation, from the full forward pass."""
     ids = encode_prompt(pieces(), prompt)
     assert ids.max() < pieces().vocab_size < MODEL.vocab_size
-    made = greedy(structure(), structure().init(step), ids, count, pieces().vocab_size)
+    made = greedy(
+        structure("binary"), structure("binary").init(step), ids, count, pieces().vocab_size
+    )
     assert pieces().end_of_text_id not in made
     return prompt + pieces().decode([*ids, *made])[len(pieces().decode(ids)) :]
 
