@@ -176,7 +176,7 @@ def open_newest(path: str | Path, read: Callable[[Path], T]) -> tuple[Path, T] |
 
     Raises:
       UserError: there is no such folder, the step folder asked for cannot be read, or none of
-        several can. A broken step folder that has an older one behind it is named in a warning.
+        several can. A broken step folder is named in a warning before an older one is tried.
     """
     path = Path(path).expanduser().absolute()
     if not path.is_dir():
@@ -186,8 +186,6 @@ def open_newest(path: str | Path, read: Callable[[Path], T]) -> tuple[Path, T] |
     for folder in folders:
         try:
             return folder, read(folder)
-        except CommandError:
-            raise
         # Whatever a torn file makes orbax, tensorstore or json raise.
         except Exception as error:
             failure = error

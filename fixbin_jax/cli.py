@@ -8,6 +8,7 @@ commands never makes them collide.
 import ast
 import difflib
 import errno
+import io
 import os
 import re
 import runpy
@@ -40,6 +41,10 @@ def run(
       define_flags: defines flags with `flag_values=` the FlagValues it is given.
       argv: program name and arguments; sys.argv if None.
     """
+    # Text that the terminal's encoding lacks is still shown, spelt out.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(_status(main, define_flags, list(sys.argv if argv is None else argv)))
 
 

@@ -204,6 +204,8 @@ class TrainConfig:
             _at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("eval_interval", "eval_batches", "seed"):
             _at_least(f"train.{name}", getattr(self, name), 0)
+        if self.seed >= 2**31:
+            raise UserError(f"config.train.seed: {self.seed}, expected less than 2^31")
         if self.batch_size % self.micro_batches:
             raise UserError(
                 f"config.train.batch_size: {self.batch_size} is not divisible by "

@@ -78,12 +78,13 @@ class InputInterface(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.code = config.code
         self.width = config.width
-        self.table: nnx.Param | None = None
+        table: nnx.Param | None = None
         if self.code is None:
             # A stream of its own: the other weights of a seed are the same for all interfaces.
             shape = (config.vocab_size, config.width)
-            table = config.init_std * jax.random.normal(rngs.input(), shape, jnp.float32)
-            self.table = _parameter(table, "input_vocab", "width")
+            drawn = config.init_std * jax.random.normal(rngs.input(), shape, jnp.float32)
+            table = _parameter(drawn, "input_vocab", "width")
+        self.table = table
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """[...] int ids -> [..., width]."""

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from fixbin_jax import checkpoint
-from fixbin_jax.checkpoint import Checkpoints
+from fixbin_jax.checkpoint import Checkpoints, Record
 from fixbin_jax.config import Config
 from fixbin_jax.config_dict import changes, to_mapping
 from fixbin_jax.curve import write_loss_curve
@@ -29,6 +29,7 @@ from fixbin_jax.data.tokenizers import Tokenizer, check_vocabulary, load_tokeniz
 from fixbin_jax.errors import Diverged, Terminated, UserError
 from fixbin_jax.generate import Generator, Sampling, TextStream, encode_prompt
 from fixbin_jax.metrics import MetricsWriter, Progress, format_count, peak_flops
+from fixbin_jax.model import Params
 from fixbin_jax.sharding import Placement, check_divisible, make_placement
 from fixbin_jax.step import State, Step
 
@@ -52,6 +53,7 @@ def train(config: Config, workdir: str | Path, change_config: bool = False) -> N
         check_divisible(config, place)
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(tokenizer, config.model.vocab_size)
+        sample_prompt = _sample_prompt(config, tokenizer)
         step = Step(config, place)
         state, position = _start(config, workdir, step, change_config)
         corpus = _read(config, tokenizer)
@@ -78,7 +80,7 @@ def train(config: Config, workdir: str | Path, change_config: bool = False) -> N
         ):
             run = _Run(config, place, step, tokenizer, corpus, batches, checkpoints, writer)
             state = run.loop(state, terminated)
-    _report(workdir, config, step, state, tokenizer, entropy)
+    _report(workdir, config, step, state, tokenizer, sample_prompt, entropy)
 
 
 def _start(
@@ -86,40 +88,39 @@ def _start(
 ) -> tuple[State, Mapping[str, Any] | None]:
     """The state to go on from, and its position in the data (None for a run that begins)."""
 
-    def own_step(folder: Path) -> tuple[State, Mapping[str, Any] | None]:
+    def own_step(folder: Path) -> tuple[Record, list[str], State | None]:
         record = checkpoint.read_record(folder)
-        changed = changes(record.config, config)
-        if changed and not change_config:
-            raise UserError(
-                f"--workdir: {workdir} holds a run with another config ({'; '.join(changed)}); "
-                "name another folder, or go on in this one with --change_config"
-            )
-        return checkpoint.read_state(folder, step.shapes), record.data
+        refused = [] if change_config else changes(record.config, config)
+        return record, refused, None if refused else checkpoint.read_state(folder, step.shapes)
 
     if workdir.is_dir():
         found = checkpoint.open_newest(workdir, own_step)
         if found is not None:
-            folder, start = found
+            folder, (record, refused, state) = found
+            if state is None:
+                raise UserError(
+                    f"--workdir: {workdir} holds a run with another config ({'; '.join(refused)}); "
+                    "name another folder, or go on in this one with --change_config"
+                )
             checkpoint.set_aside_newer(folder)
-            return start
+            return state, record.data
     if config.train.init_from:
         return step.start_from(_initial_params(config, step)), None
     return step.init(config.train.seed), None
 
 
-def _initial_params(config: Config, step: Step) -> Any:
-    def read(folder: Path) -> Any:
-        model = checkpoint.read_record(folder).config.model
-        if model != config.model:
-            raise UserError(
-                f"config.train.init_from: {folder} holds another model than config.model"
-            )
-        return checkpoint.read_params(folder, step.structure.shapes)
+def _initial_params(config: Config, step: Step) -> Params:
+    def read(folder: Path) -> Params | None:
+        same = checkpoint.read_record(folder).config.model == config.model
+        return checkpoint.read_params(folder, step.structure.shapes) if same else None
 
     found = checkpoint.open_newest(config.train.init_from, read)
     if found is None:
         raise UserError(f"config.train.init_from: {config.train.init_from} holds no complete step")
-    return found[1]
+    folder, params = found
+    if params is None:
+        raise UserError(f"config.train.init_from: {folder} holds another model than config.model")
+    return params
 
 
 def _read(config: Config, tokenizer: Tokenizer) -> Corpus:
@@ -332,15 +333,30 @@ def _sigterm() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _sample_prompt(config: Config, tokenizer: Tokenizer) -> np.ndarray:
+    prompt = encode_prompt(tokenizer, config.sample.prompt)
+    if len(prompt) >= config.model.context_length:
+        raise UserError(
+            f"config.sample.prompt: {len(prompt)} ids leave no room in the model's context of "
+            f"{config.model.context_length}"
+        )
+    return prompt
+
+
 def _report(
-    workdir: Path, config: Config, step: Step, state: State, tokenizer: Tokenizer, entropy: float
+    workdir: Path,
+    config: Config,
+    step: Step,
+    state: State,
+    tokenizer: Tokenizer,
+    prompt: np.ndarray,
+    entropy: float,
 ) -> None:
     """What a finished run leaves behind: a sample, the curve, and where things are."""
     if config.sample.max_new_tokens:
         generator = Generator(
             step.structure, state.params, tokenizer.vocab_size, tokenizer.end_of_text_id
         )
-        prompt = encode_prompt(tokenizer, config.sample.prompt)
         room = config.model.context_length - len(prompt)
         sampling = Sampling(config.sample.temperature, seed=config.train.seed)
         stream = TextStream(tokenizer, prompt)

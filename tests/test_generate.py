@@ -88,6 +88,16 @@ def greedy(
     return ids[len(prompt) :]
 
 
+@contextlib.contextmanager
+def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """The names of what was compiled in the context, there when it is left."""
+    names: list[str] = []
+    caplog.clear()
+    with jax.log_compiles():
+        yield names
+    names += re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+
+
 # Decoding.
 
 
@@ -140,16 +150,6 @@ def test_a_mesh_makes_the_ids_of_one_device_from_one_compilation(
         found = rows(made, given[:count])
     assert compiled == ["_start", "_continue"]
     assert found == rows(generator("binary"), given)[:count]
-
-
-@contextlib.contextmanager
-def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """The names of what was compiled in the context, there when it is left."""
-    names: list[str] = []
-    caplog.clear()
-    with jax.log_compiles():
-        yield names
-    names += re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
 
 
 def test_prefill_and_decoding_are_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
