@@ -28,7 +28,13 @@ from fixbin_jax.data.corpus import Corpus, read_corpus, unigram_entropy
 from fixbin_jax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 from fixbin_jax.errors import Diverged, Terminated, UserError
 from fixbin_jax.generate import Generator, Sampling, TextStream, encode_prompt
-from fixbin_jax.metrics import MetricsWriter, Progress, format_count, peak_flops
+from fixbin_jax.metrics import (
+    MetricsWriter,
+    Progress,
+    format_count,
+    peak_flops,
+    read_metrics,
+)
 from fixbin_jax.model import Params
 from fixbin_jax.sharding import Placement, check_divisible, make_placement
 from fixbin_jax.step import State, Step
@@ -364,9 +370,14 @@ def _report(
         for (ids,) in generator([prompt], min(config.sample.max_new_tokens, room), sampling):
             print(stream.add(ids), end="", flush=True)
         print(stream.add(np.array([], int), last=True), end="\n------\n\n")
-    curve = workdir / "loss.png"
+    metrics, curve = workdir / "metrics.jsonl", workdir / "loss.png"
+    held_out = [record["eval_loss"] for record in read_metrics(metrics) if "eval_loss" in record]
+    print(
+        f"held out    {held_out[0]:.3f} at first, {held_out[-1]:.3f} at last "
+        f"({held_out[-1] / held_out[0]:.3f} of it), unigram entropy {entropy:.3f}"
+    )
     try:
-        write_loss_curve(workdir / "metrics.jsonl", curve, entropy)
+        write_loss_curve(metrics, curve, entropy)
     except UserError as error:
         print(f"curve       none: {error}")
     else:

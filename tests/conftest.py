@@ -7,6 +7,9 @@ from hypothesis import settings
 # Before JAX starts, and for the processes that tests start: one CPU as 8 devices.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Many tests build the same programs, some in processes of their own.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "jax")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 # The first example of a property compiles, the others do not: no time limit fits both.
 settings.register_profile("default", deadline=None)
