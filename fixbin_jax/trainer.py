@@ -24,7 +24,14 @@ from fixbin_jax.config import Config
 from fixbin_jax.config_dict import changes, to_mapping
 from fixbin_jax.curve import write_loss_curve
 from fixbin_jax.data.batches import TrainingBatches, held_out_batches, training_batches
-from fixbin_jax.data.corpus import Corpus, read_corpus, unigram_entropy
+from fixbin_jax.data.corpus import (
+    BY_DOCUMENT_HASH,
+    BY_EVAL_SOURCE,
+    BY_TAIL,
+    Corpus,
+    read_corpus,
+    unigram_entropy,
+)
 from fixbin_jax.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 from fixbin_jax.errors import Diverged, Terminated, UserError
 from fixbin_jax.generate import Generator, Sampling, TextStream, encode_prompt
@@ -38,6 +45,12 @@ from fixbin_jax.metrics import (
 from fixbin_jax.model import Params
 from fixbin_jax.sharding import Placement, check_divisible, make_placement
 from fixbin_jax.step import State, Step
+
+_HELD_OUT = {
+    BY_DOCUMENT_HASH: "by document hash",
+    BY_TAIL: "the end of the text",
+    BY_EVAL_SOURCE: "config.data.eval_sources",
+}
 
 
 def train(config: Config, workdir: str | Path, change_config: bool = False) -> None:
@@ -183,7 +196,7 @@ def _announce(
         f"{corpus.train.documents:,} documents"
         + (f", {corpus.bad_records} bad records skipped" if corpus.bad_records else ""),
         "held out": f"{format_count(corpus.held_out.ids.size)} tokens in "
-        f"{corpus.held_out.documents:,} documents, by {corpus.split_rule.replace('_', ' ')}; "
+        f"{corpus.held_out.documents:,} documents, {_HELD_OUT[corpus.split_rule]}; "
         f"unigram entropy {entropy:.3f} nats per token",
         "step": f"{tokens:,} tokens{parts}, {config.train.num_steps:,} steps, "
         f"{tokens * config.train.num_steps / corpus.train.ids.size:.3g} epochs",
@@ -381,5 +394,11 @@ def _report(
     except UserError as error:
         print(f"curve       none: {error}")
     else:
-        print(f"curve       {curve}")
-    print(f"checkpoint  {checkpoint.step_folders(workdir)[0]}")
+        print(f"curve       {_shown(curve)}")
+    print(f"checkpoint  {_shown(checkpoint.step_folders(workdir)[0])}")
+
+
+def _shown(path: Path) -> Path:
+    """A path as a person would write it from here."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
