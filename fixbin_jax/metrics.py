@@ -286,17 +286,9 @@ class Progress:
 
 def format_count(number: float) -> str:
     """A number in three or four digits: 999, 12.3k, 536.9M, 17.0B."""
-    return _scaled(number, ("", "k", "M", "B", "T"))
-
-
-def format_bytes(number: float) -> str:
-    """A size in units of powers of 1000: 999 B, 2.1 GB."""
-    return _scaled(number, (" B", " kB", " MB", " GB", " TB"))
-
-
-def _scaled(number: float, suffixes: tuple[str, ...]) -> str:
+    suffixes = ("", "k", "M", "B", "T")
     if round(number) < 1000:
-        return f"{number:.3g}{suffixes[0]}"
+        return f"{number:.3g}"
     power = 1
     while round(number / 1000**power, 1) >= 1000 and power < len(suffixes) - 1:
         power += 1

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fixbin_jax.config import Config, MeshConfig
@@ -76,15 +75,6 @@ class Placement:
         return jax.shard_map(
             f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-
-    def of_variables(self, state: nnx.State) -> nnx.State:
-        """The sharding of every variable, from the logical axes it was declared with."""
-
-        def place(variable: nnx.Variable) -> nnx.Variable:
-            axes = variable.get_metadata("out_sharding")
-            return variable.replace(self.sharding(axes))
-
-        return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
     def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """A batch of host arrays, [batch, ...] each, on the devices."""

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from fixbin_jax.metrics import (
     MetricsWriter,
     Progress,
-    format_bytes,
     format_count,
     format_duration,
     peak_flops,
@@ -292,10 +291,6 @@ def test_closing_without_a_line_prints_nothing():
 )
 def test_counts(number, text):
     assert format_count(number) == text
-
-
-def test_bytes_are_in_powers_of_1000():
-    assert [format_bytes(n) for n in (512, 2_147_483_648)] == ["512 B", "2.1 GB"]
 
 
 @given(st.integers(0, 10**15))
