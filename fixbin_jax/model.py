@@ -40,9 +40,9 @@ def _normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
     Integers and one rounding give the same bits on every mesh and device. The error function's
     inverse, the usual way, does not: how its products and sums are contracted is the compiler's.
     """
-    words = jax.random.bits(key, (4, *shape), jnp.uint32)
-    total = ((words >> 16) + (words & 0xFFFF)).astype(jnp.int32).sum(axis=0)
-    doubled = 2 * total - 8 * 0xFFFF
+    words = [jax.random.bits(part, shape, jnp.uint32) for part in jax.random.split(key, 4)]
+    total = sum((word >> 16) + (word & 0xFFFF) for word in words)
+    doubled = 2 * jnp.asarray(total, jnp.int32) - 8 * 0xFFFF
     variance = 4 * 8 * (2**32 - 1) / 12
     return doubled.astype(jnp.float32) * (std / variance**0.5)
 

@@ -116,7 +116,7 @@ def test_what_a_seed_draws_is_the_seed_s_alone() -> None:
     head = one["head.weight"] / tiny.MODEL.init_std
     assert head.mean() == pytest.approx(0, abs=0.03)
     assert head.std() == pytest.approx(1, abs=0.02)
-    assert (head**4).mean() == pytest.approx(2.85, abs=0.15)
+    assert (head**4).mean() / (head**2).mean() ** 2 == pytest.approx(2.85, abs=0.15)
     # Residual projections are narrower by sqrt(2 x layers).
     std = dataclasses.asdict(tiny.MODEL)["init_std"]
     assert one["layers.mlp.up.weight"].std() == pytest.approx(std, rel=0.05)
