@@ -18,7 +18,6 @@ def get_config() -> ConfigDict:
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.context_length = 128
-    config.model.input.zero_ids = (57_344,)
 
     config.train.num_steps = 500
     config.train.batch_size = 8

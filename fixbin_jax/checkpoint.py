@@ -154,6 +154,8 @@ def _named_failure(path: Path) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, CommandError):
+        return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -189,7 +191,8 @@ def open_newest(path: str | Path, read: Callable[[Path], T]) -> tuple[Path, T] |
         # Whatever a torn file makes orbax, tensorstore or json raise.
         except Exception as error:
             failure = error
-            log.warning("%s: broken, skipped (%s)", folder, _first_line(error))
+            if folder != folders[-1]:
+                log.warning("%s: broken, skipped (%s)", folder, _first_line(error))
     if failure is not None:
         raise UserError(f"{folders[-1]}: cannot be read ({_first_line(failure)})")
     return None

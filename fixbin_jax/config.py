@@ -66,7 +66,17 @@ class InputConfig:
             )
 
     def code(self, vocab_size: int) -> Code | None:
-        """The code of every id below vocab_size; None for a learned table."""
+        """The code of every id below vocab_size; None for a learned table.
+
+        Raises:
+          UserError: naming the key that makes no code of that many ids.
+        """
+        try:
+            return self._code(vocab_size)
+        except UserError as error:
+            raise UserError(f"config.model.input.{error}") from None
+
+    def _code(self, vocab_size: int) -> Code | None:
         if self.interface == "learned":
             return None
         if self.interface == "binary":

@@ -67,6 +67,7 @@ def train(config: Config, workdir: str | Path, change_config: bool = False) -> N
       Terminated: SIGTERM came; the step it came in is saved.
     """
     workdir = Path(workdir).expanduser().absolute()
+    _check_writable(workdir)
     with _sigterm() as terminated:
         place = make_placement(config.mesh)
         check_divisible(config, place)
@@ -102,6 +103,17 @@ def train(config: Config, workdir: str | Path, change_config: bool = False) -> N
     _report(workdir, config, step, state, tokenizer, sample_prompt, entropy)
 
 
+def _check_writable(workdir: Path) -> None:
+    """Refuses a run folder that cannot be made or written, before anything is computed."""
+    nearest = workdir
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise UserError(f"--workdir: {workdir}: {nearest} is a file, expected a folder")
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"--workdir: {workdir}: {nearest} cannot be written")
+
+
 def _start(
     config: Config, workdir: Path, step: Step, change_config: bool
 ) -> tuple[State, Mapping[str, Any] | None]:
@@ -109,6 +121,7 @@ def _start(
 
     def own_step(folder: Path) -> tuple[Record, list[str], State | None]:
         record = checkpoint.read_record(folder)
+        checkpoint.read_tokenizer(folder)  # a torn one would be found only by who needs it
         refused = [] if change_config else changes(record.config, config)
         return record, refused, None if refused else checkpoint.read_state(folder, step.shapes)
 

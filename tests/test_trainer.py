@@ -20,7 +20,7 @@ from fixbin_jax import checkpoint, cli, trainer
 from fixbin_jax.config import CheckpointConfig, Config, LogConfig, SampleConfig
 from fixbin_jax.config_dict import to_mapping
 from fixbin_jax.data.train_tokenizer import train_tokenizer
-from fixbin_jax.errors import CommandError, Diverged, Terminated, UserError
+from fixbin_jax.errors import Diverged, Terminated, UserError
 from fixbin_jax.metrics import read_metrics
 from fixbin_jax.step import Step
 from tests import tiny
@@ -365,5 +365,16 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 
 def test_a_run_folder_that_cannot_be_made_is_named(config: Config, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises((OSError, CommandError), match="file"):
+    with pytest.raises(UserError, match=r"--workdir: .*/file/run: .*/file is a file"):
         trainer.train(config, tmp_path / "file" / "run")
+
+
+def test_a_step_with_a_torn_tokenizer_is_broken(config: Config, tmp_path: Path) -> None:
+    config = tiny.change(config, train={"num_steps": 8})
+    trainer.train(config, tmp_path)
+    expected = final_state(tmp_path, config)
+    tokenizer = tmp_path / "checkpoints" / "8" / "tokenizer" / "tokenizer.model"
+    tokenizer.write_bytes(tokenizer.read_bytes()[:100])
+    trainer.train(config, tmp_path)
+    assert [p.name for p in (tmp_path / "broken").iterdir()] == ["8-0"]
+    assert_equal(final_state(tmp_path, config), expected)
