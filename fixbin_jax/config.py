@@ -100,8 +100,8 @@ class ModelConfig:
       mlp_width: None is 4 x width.
       gelu: "erf" is x * Phi(x), "tanh" its approximation.
       linear_bias, norm_bias, head_bias: whether linear layers, layer norms, the head have biases.
-      init_std: standard deviation of initial weights; projections back into the residual stream
-        are divided by sqrt(2 x num_layers).
+      init_std: standard deviation of initial weights, drawn uniformly; projections back into the
+        residual stream are divided by sqrt(2 x num_layers).
     """
 
     vocab_size: int = 65_536

@@ -34,17 +34,16 @@ def _parameter(value: jax.Array, *axes: str | None) -> nnx.Param:
     return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 
 
-def _normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
-    """float32 values of mean 0, nearly normal: sums of eight uniform 16-bit integers, scaled.
+def _uniform(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
+    """float32 values uniform about 0 with this standard deviation, of 2^24 levels.
 
-    Integers and one rounding give the same bits on every mesh and device. The error function's
-    inverse, the usual way, does not: how its products and sums are contracted is the compiler's.
+    Integers and one rounding give the same bits on every mesh and device. A normal distribution's
+    inverse error function does not: how its products and sums are contracted is the compiler's.
     """
-    words = [jax.random.bits(part, shape, jnp.uint32) for part in jax.random.split(key, 4)]
-    total = sum((word >> 16) + (word & 0xFFFF) for word in words)
-    doubled = 2 * jnp.asarray(total, jnp.int32) - 8 * 0xFFFF
-    variance = 4 * 8 * (2**32 - 1) / 12
-    return doubled.astype(jnp.float32) * (std / variance**0.5)
+    levels = 2**24
+    drawn = (jax.random.bits(key, shape, jnp.uint32) >> 8).astype(jnp.int32)
+    doubled = 2 * drawn - (levels - 1)  # odd integers, whose variance is (levels^2 - 1) / 3
+    return doubled.astype(jnp.float32) * (std / ((levels**2 - 1) / 3) ** 0.5)
 
 
 class Linear(nnx.Module):
@@ -53,7 +52,7 @@ class Linear(nnx.Module):
     def __init__(
         self, shape: tuple[int, int], axes: tuple[str, str], bias: bool, std: float, rngs: nnx.Rngs
     ) -> None:
-        self.weight = _parameter(_normal(rngs.params(), shape, std), *axes)
+        self.weight = _parameter(_uniform(rngs.params(), shape, std), *axes)
         # A bias added to the residual stream is whole on every device.
         bias_axis = None if axes[0] == "width" else axes[0]
         self.bias = _parameter(jnp.zeros(shape[0], jnp.float32), bias_axis) if bias else None
@@ -94,7 +93,7 @@ class InputInterface(nnx.Module):
         if self.code is None:
             # A stream of its own: the other weights of a seed are the same for all interfaces.
             shape = (config.vocab_size, config.width)
-            drawn = _normal(rngs.input(), shape, config.init_std)
+            drawn = _uniform(rngs.input(), shape, config.init_std)
             table = _parameter(drawn, "input_vocab", "width")
         self.table = table
 
