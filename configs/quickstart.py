@@ -19,9 +19,11 @@ def get_config() -> ConfigDict:
     config.model.num_heads = 4
     config.model.context_length = 128
 
-    config.train.num_steps = 500
-    config.train.batch_size = 8
-    config.train.eval_interval = 100
+    config.model.input.zero_ids = (57_344,)  # the tokenizer's padding, as in the paper
+
+    config.train.num_steps = 420
+    config.train.batch_size = 4
+    config.train.eval_interval = 105
     config.train.eval_batches = 16
 
     config.compute.loss_rows = 256

@@ -6,9 +6,11 @@ commands never makes them collide.
 """
 
 import ast
+import contextlib
 import difflib
 import errno
 import io
+import logging
 import os
 import re
 import runpy
@@ -45,7 +47,25 @@ def run(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(_status(main, define_flags, list(sys.argv if argv is None else argv)))
+    with _warnings_on_stderr():
+        status = _status(main, define_flags, list(sys.argv if argv is None else argv))
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Our own log is told the way mistakes are, whatever a library does to the root logger."""
+    log = logging.getLogger("fixbin_jax")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    before = log.propagate
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.propagate = before
+        log.removeHandler(handler)
 
 
 def define_config(fv: flags.FlagValues) -> None:
@@ -132,7 +152,7 @@ def _status(
         print(end="", flush=True)
         return status
     except CommandError as error:
-        return _fail(str(error), error.status)
+        return _fail(str(error), error.status, error.label)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -149,8 +169,8 @@ def _status(
         return _fail(f"{error.filename or unnamed}: {error.strerror}")
 
 
-def _fail(message: str, status: int = UserError.status) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+def _fail(message: str, status: int = UserError.status, label: str = UserError.label) -> int:
+    print(f"{label}: {' '.join(message.split())}", file=sys.stderr)
     return status
 
 

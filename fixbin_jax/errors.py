@@ -2,8 +2,12 @@
 
 
 class CommandError(Exception):
-    """Ends a command: its message is one line on standard error, `status` the exit status."""
+    """Ends a command: its message is one line on standard error after the word `label`.
 
+    `status` is the exit status.
+    """
+
+    label = "error"
     status = 1
 
 
@@ -23,4 +27,5 @@ class Diverged(CommandError):
 class Terminated(CommandError):
     """Asked to stop by SIGTERM; the state is saved. The status tells a scheduler to start again."""
 
+    label = "stopped"
     status = 128 + 15

@@ -4,6 +4,7 @@ python -m fixbin_jax.generate --checkpoint=runs/a --prompt="..." --max_new_token
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -327,20 +328,30 @@ def define_flags(fv: flags.FlagValues) -> None:
     flags.DEFINE_integer("seed", 0, "The same seed gives the same text.", flag_values=fv)
 
 
+def _as_unicode(prompt: str) -> str:
+    """The prompt; bytes of it that the locale could not decode are read as UTF-8."""
+    if not any("\ud800" <= character <= "\udfff" for character in prompt):
+        return prompt
+    try:
+        return os.fsencode(prompt).decode("utf-8")
+    except UnicodeError as error:
+        raise UserError(f"--prompt: {prompt!r} is not UTF-8 text: {error}") from error
+
+
 def main(fv: flags.FlagValues) -> None:
     """Prints each prompt with its continuation; a single one as it is made."""
     sampling = Sampling(fv.temperature, fv.top_k, fv.top_p, fv.seed)
+    texts = [_as_unicode(prompt) for prompt in fv.prompt]
     generator, tokenizer = load_generator(fv.checkpoint)
-    prompts = [encode_prompt(tokenizer, prompt) for prompt in fv.prompt]
+    prompts = [encode_prompt(tokenizer, text) for text in texts]
     made = generator(prompts, fv.max_new_tokens, sampling)
     streams = [TextStream(tokenizer, prompt) for prompt in prompts]
     if len(prompts) == 1:
-        print(fv.prompt[0], end="", flush=True)
+        print(texts[0], end="", flush=True)
         for (ids,) in made:
             print(streams[0].add(ids), end="", flush=True)
         print(streams[0].add(np.array([], int), last=True))
         return
-    texts = list(fv.prompt)
     for parts in made:
         for row, ids in enumerate(parts):
             texts[row] += streams[row].add(ids)

@@ -72,28 +72,29 @@ def _local(  # type: ignore[no-untyped-def]
     def chunk(carry, part):  # type: ignore[no-untyped-def]
         loss, dhead, dbias = carry
         x, targets, mask = part
-        logits = jnp.dot(x, head.T, preferred_element_type=jnp.float32)
+        # Vocabulary first: XLA's CPU products for dhead are three times as fast this way round.
+        logits_VxR = jnp.dot(head, x.T, preferred_element_type=jnp.float32)
         if bias_V is not None:
-            logits += bias_V
-        top = lax.pmax(logits.max(axis=-1), vocab)
-        exps = jnp.exp(logits - top[:, None])
-        total = lax.psum(exps.sum(axis=-1), vocab)
+            logits_VxR += bias_V[:, None]
+        top = lax.pmax(logits_VxR.max(axis=0), vocab)
+        exps_VxR = jnp.exp(logits_VxR - top)
+        total = lax.psum(exps_VxR.sum(axis=0), vocab)
         # Only the device whose part of the vocabulary has the target picks its logit.
         local = targets - first_id
-        picked = jnp.take_along_axis(logits, local[:, None], axis=1, mode="fill", fill_value=0)
+        picked = jnp.take_along_axis(logits_VxR, local[None], axis=0, mode="fill", fill_value=0)
         is_here = (local >= 0) & (local < head.shape[0])
-        target_logit = lax.psum(jnp.where(is_here, picked[:, 0], 0.0), vocab)
+        target_logit = lax.psum(jnp.where(is_here, picked[0], 0.0), vocab)
         loss += jnp.where(mask, top + jnp.log(total) - target_logit, 0.0).sum()
         if not with_grads:
             return (loss, dhead, dbias), None
-        weight = mask.astype(jnp.float32)[:, None]
-        is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == local[:, None]
-        dlogits = exps * (weight / total[:, None]) - jnp.where(is_target, weight, 0.0)
+        weight = mask.astype(jnp.float32)
+        is_target = lax.broadcasted_iota(jnp.int32, logits_VxR.shape, 0) == local
+        dlogits_VxR = exps_VxR * (weight / total) - jnp.where(is_target, weight, 0.0)
         if bias_V is not None:
-            dbias += dlogits.sum(axis=0)
-        dlogits = dlogits.astype(dtype)
-        dx = lax.psum(jnp.dot(dlogits, head, preferred_element_type=jnp.float32), vocab)
-        dhead += jnp.dot(dlogits.T, x, preferred_element_type=jnp.float32)
+            dbias += dlogits_VxR.sum(axis=1)
+        dlogits_VxR = dlogits_VxR.astype(dtype)
+        dx = lax.psum(jnp.dot(dlogits_VxR.T, head, preferred_element_type=jnp.float32), vocab)
+        dhead += jnp.dot(dlogits_VxR, x, preferred_element_type=jnp.float32)
         return (loss, dhead, dbias), dx.astype(dtype)
 
     n = x_NxD.shape[0]

@@ -46,10 +46,11 @@ from fixbin_jax.model import Params
 from fixbin_jax.sharding import Placement, check_divisible, make_placement
 from fixbin_jax.step import State, Step
 
+# Of what the held-out tokens are.
 _HELD_OUT = {
-    BY_DOCUMENT_HASH: "by document hash",
-    BY_TAIL: "the end of the text",
-    BY_EVAL_SOURCE: "config.data.eval_sources",
+    BY_DOCUMENT_HASH: "in {documents}, by document hash",
+    BY_TAIL: "at the end of the text",
+    BY_EVAL_SOURCE: "in {documents} of config.data.eval_sources",
 }
 
 
@@ -196,6 +197,9 @@ def _announce(
     if code is not None:
         interface += f" code of {code.code_width} bits, {code.lift}"
     lost = corpus.lost_characters
+    held_out = _HELD_OUT[corpus.split_rule].format(
+        documents=_counted(corpus.held_out.documents, "document")
+    )
     lines = {
         "devices": f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}",
         "mesh": " x ".join(f"{axis} {size}" for axis, size in place.mesh.shape.items()),
@@ -206,10 +210,9 @@ def _announce(
         "tokenizer": f"{data.tokenizer}, {tokenizer.vocab_size:,} ids"
         + (f", loses {lost:.2%} of the characters" if lost else ""),
         "data": f"{data.sources}: {format_count(corpus.train.ids.size)} tokens in "
-        f"{corpus.train.documents:,} documents"
-        + (f", {corpus.bad_records} bad records skipped" if corpus.bad_records else ""),
-        "held out": f"{format_count(corpus.held_out.ids.size)} tokens in "
-        f"{corpus.held_out.documents:,} documents, {_HELD_OUT[corpus.split_rule]}; "
+        + _counted(corpus.train.documents, "document")
+        + (f", {_counted(corpus.bad_records, 'bad record')} skipped" if corpus.bad_records else ""),
+        "held out": f"{format_count(corpus.held_out.ids.size)} tokens {held_out}; "
         f"unigram entropy {entropy:.3f} nats per token",
         "step": f"{tokens:,} tokens{parts}, {config.train.num_steps:,} steps, "
         f"{tokens * config.train.num_steps / corpus.train.ids.size:.3g} epochs",
@@ -219,6 +222,10 @@ def _announce(
     for name, text in lines.items():
         print(f"{name:<11} {text}")
     print(flush=True)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 class _Run:

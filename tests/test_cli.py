@@ -1,3 +1,4 @@
+import logging
 import os
 import subprocess
 import sys
@@ -56,6 +57,15 @@ def define_flags(fv: flags.FlagValues) -> None:
     flags.DEFINE_float("temperature", 0.8, "softmax temperature", 0.0, flag_values=fv)
     flags.DEFINE_bool("json", False, "print JSON", fv)
     flags.DEFINE_enum("format", "fixbin", ["fixbin", "gpt_neox"], "what to write", fv)
+
+
+def test_a_warning_of_the_library_is_one_plain_line(capsys):
+    log = logging.getLogger("fixbin_jax.some.module")
+    assert outcome(capsys, lambda fv: log.warning("skipped %s", "a"), "--workdir=a") == (
+        0,
+        "",
+        "warning: skipped a\n",
+    )
 
 
 def outcome(capsys, main, *args, define=define_flags):

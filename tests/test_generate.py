@@ -1,7 +1,6 @@
 import contextlib
 import dataclasses
 import functools
-import logging
 import re
 import shutil
 import subprocess
@@ -501,6 +500,16 @@ def test_the_module_prints_each_of_several_prompts(run: Path) -> None:
     assert (done.stdout.decode(), done.stderr.decode()) == (printed, "")
 
 
+def test_a_prompt_the_locale_could_not_decode_is_read_as_utf8(
+    capsys: pytest.CaptureFixture, run: Path
+) -> None:
+    escaped = "é def".encode().decode("ascii", "surrogateescape")
+    args = [f"--checkpoint={run}", "--max_new_tokens=3", "--temperature=0"]
+    assert outcome(capsys, f"--prompt={escaped}", *args) == (0, expected(2, "é def", 3) + "\n", "")
+    for wrong in ("\udcff", "\ud800"):
+        assert refusal(capsys, f"--prompt={wrong}", *args).startswith("--prompt: ")
+
+
 def test_text_appears_as_it_is_made(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,15 +541,14 @@ def test_a_run_folder_stands_for_its_newest_step(
 
 
 def test_a_broken_step_is_named_and_the_one_before_it_used(
-    capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture, run: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture, run: Path, tmp_path: Path
 ) -> None:
     workdir = shutil.copytree(run, tmp_path / "run")
     newest = workdir / "checkpoints" / "2"
     shutil.rmtree(newest / "params")
-    found = outcome(capsys, f"--checkpoint={workdir}", *ONE_ID)
-    assert found == (0, expected(1, "the", 1) + "\n", "")
-    (warning,) = (r for r in caplog.records if r.levelno == logging.WARNING)
-    assert warning.getMessage().startswith(f"{newest}: ")
+    status, out, err = outcome(capsys, f"--checkpoint={workdir}", *ONE_ID)
+    assert (status, out) == (0, expected(1, "the", 1) + "\n")
+    assert err.startswith(f"warning: {newest}: ") and err.count("\n") == 1
     assert refusal(capsys, f"--checkpoint={newest}").startswith(f"{newest}: ")
 
 

@@ -299,7 +299,7 @@ def test_kill_9_at_ten_moments_and_sigterm_lose_nothing(config: Config, tmp_path
         process.send_signal(signal.SIGTERM if i == 10 else signal.SIGKILL)
         exits.append(process.wait(60))
     assert exits == [-signal.SIGKILL] * 10 + [Terminated.status], (tmp_path / "log10").read_text()
-    assert "SIGTERM at step" in (tmp_path / "log10").read_text()
+    assert "\nstopped: SIGTERM at step" in (tmp_path / "log10").read_text()
     result = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "resume" in result.stdout

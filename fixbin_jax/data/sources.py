@@ -46,6 +46,16 @@ _NOT_TEXT = {
 # Files and directories that describe the build of this one interpreter.
 _BUILD_PREFIXES = ("_sysconfigdata", "config-")
 
+_JSON_NAMES = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    type(None): "null",
+}
+
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
@@ -218,12 +228,12 @@ def _record_text(line: bytes, text_field: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"found a JSON {type(record).__name__}, expected an object")
+        raise ValueError(f"found a JSON {_JSON_NAMES[type(record)]}, expected an object")
     if text_field not in record:
         raise ValueError(f"no field {text_field!r}, found {sorted(record)[:8]}")
     text = record[text_field]
     if not isinstance(text, str):
-        found = "null" if text is None else type(text).__name__
+        found = _JSON_NAMES[type(text)]
         raise ValueError(f"field {text_field!r} is {found}, expected a string")
     try:
         text.encode("utf-8")

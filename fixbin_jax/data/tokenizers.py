@@ -358,8 +358,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     """
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"tokenizer: has {tokenizer.vocab_size} ids, expected at most the model's "
-            f"vocab_size {vocab_size}"
+            f"config.data.tokenizer: has {tokenizer.vocab_size} ids, expected at most "
+            f"config.model.vocab_size, {vocab_size}"
         )
 
 

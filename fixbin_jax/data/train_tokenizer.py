@@ -53,7 +53,7 @@ def train_tokenizer(
             yield document.text
         if not count:
             raise UserError(f"source {source!r}: no document with any text")
-        print(f"read {count} documents, {text_bytes} bytes; training", flush=True)
+        print(f"read {count:,} documents, {text_bytes:,} bytes; training", flush=True)
 
     tokenizer = train_sentencepiece(texts(), vocab_size)
     tokenizer.save(output)
@@ -96,7 +96,9 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> SentencePieceT
     except RuntimeError as error:
         # "INTERNAL: file(line) [failed condition] words for the user"
         reason = str(error).rpartition("] ")[2].strip() or str(error)
-        raise UserError(f"vocab_size {vocab_size}: SentencePiece refuses: {reason}") from error
+        # What follows advises flags of its own commands.
+        reason = reason.partition(". Increase")[0]
+        raise UserError(f"--vocab_size: {vocab_size}, SentencePiece refuses: {reason}") from error
     return SentencePieceTokenizer(model.getvalue(), "the trained model")
 
 

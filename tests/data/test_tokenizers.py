@@ -328,7 +328,7 @@ class TestSentencePiece:
 
     @pytest.mark.parametrize("vocab_size", [-1, 10, 100_000])
     def test_a_size_that_cannot_be_is_refused(self, vocab_size):
-        with pytest.raises(UserError, match=f"vocab_size {vocab_size}: SentencePiece refuses: "):
+        with pytest.raises(UserError, match=f"--vocab_size: {vocab_size}, SentencePiece refuses: "):
             train_sentencepiece(["some text"], vocab_size)
 
     def test_a_model_that_adds_a_space_is_left_as_it_is(self, tmp_path):
