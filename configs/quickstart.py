@@ -31,6 +31,6 @@ def get_config() -> ConfigDict:
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 50
 
-    config.sample.prompt = "The "
-    config.sample.temperature = 0.6
+    config.sample.prompt = '    """Return the '
+    config.sample.temperature = 0.5
     return config
