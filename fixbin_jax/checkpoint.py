@@ -3,7 +3,8 @@
     checkpoints/<step>/params      orbax, the arrays of model.Params
     checkpoints/<step>/optimizer   orbax, the optax state (absent where only weights were imported)
     checkpoints/<step>/run         run.json: step, position in the data, config
-    checkpoints/<step>/tokenizer   tokenizer.json or tokenizer.model
+    checkpoints/<step>/tokenizer   tokenizer.json or tokenizer.model (absent where a checkpoint
+                                   without one was imported)
 
 A step folder appears whole, by one rename, or not at all.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from fixbin_jax.config import Config
@@ -100,7 +102,11 @@ class Checkpoints:
         return self._folder / str(step)
 
     def save(
-        self, state: State, data: Mapping[str, Any] | None, config: Config, tokenizer: Tokenizer
+        self,
+        state: State,
+        data: Mapping[str, Any] | None,
+        config: Config,
+        tokenizer: Tokenizer | None,
     ) -> Path:
         """Copies the state and returns; writing goes on in the background.
 
@@ -124,8 +130,9 @@ class Checkpoints:
         items = {
             "params": ocp.args.StandardSave(state.params),
             "run": _FilesSave(write_record),
-            "tokenizer": _FilesSave(tokenizer.save),
         }
+        if tokenizer is not None:
+            items["tokenizer"] = _FilesSave(tokenizer.save)
         if state.optimizer is not None:
             items["optimizer"] = ocp.args.StandardSave(state.optimizer)
         with _named_failure(path):
@@ -218,8 +225,30 @@ def read_record(folder: Path) -> Record:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a step folder."""
+    """The tokenizer of a step folder.
+
+    Raises:
+      UserError: it has none that can be read.
+    """
+    if not (folder / "tokenizer").is_dir():
+        raise UserError(f"{folder}: holds no tokenizer; it was imported from a folder without one")
     return load_tokenizer(str(folder / "tokenizer"))
+
+
+def read_parameter(folder: Path, name: str) -> np.ndarray:
+    """One parameter of a step folder by its dotted name, in host memory; no other is read."""
+    *groups, leaf = name.split(".")
+    wanted: Any = {leaf: 0}
+    how: Any = {leaf: ocp.RestoreArgs(restore_type=np.ndarray)}
+    for group in reversed(groups):
+        wanted, how = {group: wanted}, {group: how}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(
+            folder / "params",
+            args=ocp.args.PyTreeRestore(item=wanted, restore_args=how, partial_restore=True),
+        )
+    (array,) = jax.tree.leaves(found)
+    return array
 
 
 def read_params(folder: Path, shapes: Params) -> Params:

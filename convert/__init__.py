@@ -1,0 +1,1 @@
+"""Between our checkpoints and Hugging Face's."""

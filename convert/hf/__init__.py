@@ -1,0 +1,1 @@
+"""The modelling file that an exported checkpoint carries."""
