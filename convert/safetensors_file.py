@@ -6,10 +6,11 @@ library maps a file into memory, so that the pages read count beside the arrays 
 to; here no byte of a tensor is in memory twice, apart from one block.
 """
 
+import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -204,7 +205,7 @@ class SafetensorsWriter:
         for file_name, specs in self._shards.items():
             path = self._folder / file_name
             header, begins = _header(specs)
-            with path.open("xb") as file:
+            with _named_failure(path), path.open("xb") as file:
                 file.write(header)
                 file.truncate(len(header) + sum(spec.nbytes for spec in specs))
             for spec in specs:
@@ -233,7 +234,7 @@ class SafetensorsWriter:
                 f"{taken} of shape {list(place.spec.shape)}"
             )
         try:
-            with place.path.open("r+b") as file:
+            with _named_failure(place.path), place.path.open("r+b") as file:
                 file.seek(place.offset)
                 for block in dtypes.flat_blocks(array):
                     narrowed = dtype in dtypes.FLOATS and dtype != "float32"
@@ -243,9 +244,6 @@ class SafetensorsWriter:
                 f"tensor {name}: a value is beyond {np.finfo(np.float16).max}, the largest of "
                 "float16, expected bfloat16 or float32 to be asked for"
             ) from error
-        except OSError as error:
-            error.filename = str(place.path)
-            raise
         del self._unwritten[name]
 
     def __exit__(
@@ -265,7 +263,19 @@ class SafetensorsWriter:
                 "weight_map": {spec.name: self._places[spec.name].path.name for spec in specs},
             }
             text = json.dumps(index, indent=2) + "\n"
-            (self._folder / INDEX_NAME).write_text(text, encoding="utf-8")
+            path = self._folder / INDEX_NAME
+            with _named_failure(path):
+                path.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _named_failure(path: Path) -> Iterator[None]:
+    """Names the file in what a full disk raises: a write that fails knows of none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, list[TensorSpec]]:

@@ -1,6 +1,6 @@
 """The safetensors format against the safetensors library, and every way a file can be damaged."""
 
-import errno
+import contextlib
 import json
 
 import numpy as np
@@ -219,16 +219,32 @@ def test_specs_that_cannot_be_written_are_refused(tmp_path, specs, message):
         SafetensorsWriter(tmp_path, specs, MANY)
 
 
-def test_a_full_disk_names_the_file(tmp_path):
-    class Full(np.ndarray):
-        """An array whose bytes the disk has no room for."""
+@contextlib.contextmanager
+def no_file_beyond(nbytes):
+    """Makes writes fail past this length of a file, as they do on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-        @property
-        def data(self):
-            raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match=f"No space left.*{SINGLE_NAME}"):
-        write(tmp_path, {"a": np.zeros(2, np.float32).view(Full)})
+def test_what_the_disk_has_no_room_for_is_named(tmp_path):
+    specs = [TensorSpec(name, "uint8", (4,)) for name in ("a", "b")]
+    shard = "model-00001-of-00002.safetensors"
+    with pytest.raises(OSError, match=shard), no_file_beyond(8):
+        SafetensorsWriter(tmp_path, specs, 4).__enter__()
+    (tmp_path / shard).unlink()
+
+    writer = SafetensorsWriter(tmp_path, specs, 4).__enter__()
+    with pytest.raises(OSError, match=shard), no_file_beyond(8):
+        writer.write("a", np.ones(4, np.uint8))
+    for name in ("a", "b"):
+        writer.write(name, np.ones(4, np.uint8))
+    with pytest.raises(OSError, match=INDEX_NAME), no_file_beyond(8):
+        writer.__exit__(None, None, None)
 
 
 def test_files_that_exist_are_not_overwritten(tmp_path):
