@@ -35,8 +35,10 @@ def torch_oracle(folder: Path, files: WeightFiles, *, trust_remote_code: bool) -
             config = transformers.AutoConfig.from_pretrained(
                 folder, trust_remote_code=trust_remote_code
             )
+            # transformers 4.56 renamed the argument, and the config's own key with it.
+            dtype = {"dtype" if hasattr(config, "dtype") else "torch_dtype": torch.float32}
             model = transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code, torch_dtype=torch.float32
+                config, trust_remote_code=trust_remote_code, **dtype
             )
         # Its code is somebody else's: it may raise anything.
         except Exception as error:

@@ -97,7 +97,7 @@ def settle(
                 f"--layout=auto: none of {tried} combinations gives the model's own logits: the "
                 f"nearest ({_told(candidates[0].choices)}) is {best:.2g} off at the worst position"
             )
-        floor = max(_MARGIN * best, _MARGIN * np.finfo(np.float32).eps * scale)
+        floor = _MARGIN * max(best, float(np.finfo(np.float32).eps) * scale)
         fitting = [c for c in candidates if c.difference <= floor]
         if len(fitting) < len(candidates):
             nearest = candidates[len(fitting)].difference
