@@ -44,7 +44,13 @@ def torch_oracle(folder: Path, files: WeightFiles, *, trust_remote_code: bool) -
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"{folder}: its own model does not load: {lines[0]}") from error
-    state = {name: torch.from_numpy(files.read(name)) for name in files.names}
+    # A and b of an affine code are bytes; the other tensors are widened.
+    state = {
+        name: torch.from_numpy(
+            files.raw(name) if files.dtype(name) == "uint8" else files.read(name)
+        )
+        for name in files.names
+    }
     found = model.load_state_dict(state, strict=False, assign=False)
     needed = set(found.missing_keys) - set(getattr(model, "_non_persistent_buffers_set", ()))
     if needed or found.unexpected_keys:

@@ -1,17 +1,15 @@
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from convert import from_hf, to_hf
 from fixbin_jax import checkpoint
-from fixbin_jax.checkpoint import Checkpoints
 from fixbin_jax.config import Config, InputConfig
-from fixbin_jax.data.train_tokenizer import train_sentencepiece
+from fixbin_jax.data.tokenizers import Tokenizer
 from fixbin_jax.model import Structure
-from fixbin_jax.step import State
 from tests import tiny
+from tests.convert.runs import make_run, run_tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -27,19 +25,8 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("abcdefgh"), 5)) for _ in range(300)]
-    return train_sentencepiece([" ".join(words)], 300)
-
-
-def make_run(folder: Path, tokenizer, **model) -> Path:
-    config = tiny.change(Config(model=tiny.MODEL), model=model)
-    structure = Structure(config.model, config.compute, tiny.placement())
-    params = tiny.randomised(structure.init(0))
-    with Checkpoints(folder, keep=1) as checkpoints:
-        checkpoints.save(State(jnp.int32(3), params, None), {}, config, tokenizer)
-    return folder
+def tokenizer() -> Tokenizer:
+    return run_tokenizer()
 
 
 def jax_logits(run: Path, ids: np.ndarray) -> np.ndarray:
