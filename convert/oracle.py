@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,27 +37,26 @@ def torch_oracle(folder: Path, files: WeightFiles, *, trust_remote_code: bool) -
                 folder, trust_remote_code=trust_remote_code
             )
             # transformers 4.56 renamed the argument, and the config's own key with it.
-            dtype = {"dtype" if hasattr(config, "dtype") else "torch_dtype": torch.float32}
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code, **dtype
-            )
+            options = {"dtype" if hasattr(config, "dtype") else "torch_dtype": torch.float32}
+            auto = transformers.AutoModelForCausalLM
+            if getattr(config, "auto_map", None):
+                model = auto.from_config(config, trust_remote_code=trust_remote_code, **options)
+                missing, extra = _fill(model, files)
+            else:
+                # Its own architectures have names of tensors that change as it loads them.
+                loaded: Any = auto.from_pretrained(folder, output_loading_info=True, **options)
+                model, loading = loaded
+                missing, extra = loading["missing_keys"], loading["unexpected_keys"]
+        except UserError:
+            raise
         # Its code is somebody else's: it may raise anything.
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"{folder}: its own model does not load: {lines[0]}") from error
-    # A and b of an affine code are bytes; the other tensors are widened.
-    state = {
-        name: torch.from_numpy(
-            files.raw(name) if files.dtype(name) == "uint8" else files.read(name)
-        )
-        for name in files.names
-    }
-    found = model.load_state_dict(state, strict=False, assign=False)
-    needed = set(found.missing_keys) - set(getattr(model, "_non_persistent_buffers_set", ()))
-    if needed or found.unexpected_keys:
+    if missing or extra:
         raise UserError(
-            f"{folder}: its own model and its tensors differ: missing {sorted(needed)}, "
-            f"extra {sorted(found.unexpected_keys)}"
+            f"{folder}: its own model and its tensors differ: missing {sorted(missing)}, "
+            f"extra {sorted(extra)}"
         )
     model.eval()
 
@@ -65,6 +65,22 @@ def torch_oracle(folder: Path, files: WeightFiles, *, trust_remote_code: bool) -
             return model(input_ids=torch.from_numpy(ids_BxL).long()).logits.float().numpy()
 
     return logits
+
+
+def _fill(model: Any, files: WeightFiles) -> tuple[set[str], set[str]]:
+    """Puts the tensors in; the model's names that have none, and the names it does not have."""
+    import torch
+
+    # A and b of an affine code are bytes; the other tensors are widened.
+    state = {
+        name: torch.from_numpy(
+            files.raw(name) if files.dtype(name) == "uint8" else files.read(name)
+        )
+        for name in files.names
+    }
+    found = model.load_state_dict(state, strict=False)
+    needed = set(found.missing_keys) - set(getattr(model, "_non_persistent_buffers_set", ()))
+    return needed, set(found.unexpected_keys)
 
 
 @contextlib.contextmanager
