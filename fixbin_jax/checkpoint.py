@@ -220,7 +220,11 @@ def set_aside_newer(folder: Path) -> None:
 
 def read_record(folder: Path) -> Record:
     """The step, data position and config of a step folder."""
-    found = json.loads((folder / "run" / "run.json").read_text())
+    path = folder / "run" / "run.json"
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
     return Record(found["step"], found["data"], from_mapping(Config, found["config"]))
 
 

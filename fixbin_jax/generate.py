@@ -140,6 +140,11 @@ class Generator:
                     f"--prompt: ids {prompt.min()} to {prompt.max()}, the model has 0 to "
                     f"{config.vocab_size - 1}"
                 )
+            if len(prompt) >= config.context_length:
+                raise UserError(
+                    f"--prompt: {len(prompt)} ids, expected fewer than the model's context of "
+                    f"{config.context_length}"
+                )
             if len(prompt) + max_new_tokens > config.context_length:
                 raise UserError(
                     f"--max_new_tokens: {max_new_tokens} after a prompt of {len(prompt)} ids is "

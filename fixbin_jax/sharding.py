@@ -102,7 +102,11 @@ def make_placement(config: MeshConfig, devices: Sequence[jax.Device] | None = No
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(devices) % fixed or (not filled and fixed != len(devices)):
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise UserError(f"config.mesh: {asked} does not fit {len(devices)} devices")
+        why = "does not divide" if filled else "is not"
+        raise UserError(
+            f"config.mesh: {asked} does not fit {len(devices)} devices: {fixed} {why} "
+            f"{len(devices)}"
+        )
     for name in filled:
         sizes[name] = len(devices) // fixed
     types = (AxisType.Auto,) * len(sizes)

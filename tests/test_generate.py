@@ -330,6 +330,7 @@ def test_a_sampling_that_is_none_is_refused(flag: str, value: float) -> None:
         ([], 1, "--prompt: no ids, expected at least one"),
         ([5, 304], 1, "--prompt: ids 5 to 304, the model has 0 to 303"),
         ([-1], 1, "--prompt: ids -1 to -1, the model has 0 to 303"),
+        ([5] * 64, 1, "--prompt: 64 ids, expected fewer than the model's context of 64"),
         ([5], 0, "--max_new_tokens: 0, expected 1 or more"),
         (
             [5] * 60,

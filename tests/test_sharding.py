@@ -65,8 +65,8 @@ def test_one_axis_takes_the_devices_that_are_left() -> None:
     ("mesh", "words"),
     [
         ((-1, -1, 1), "data and fsdp are both -1"),
-        ((3, -1, 1), "data=3 x fsdp=-1 x tensor=1 does not fit 8 devices"),
-        ((2, 2, 1), "does not fit 8 devices"),
+        ((3, -1, 1), "data=3 x fsdp=-1 x tensor=1 does not fit 8 devices: 3 does not divide 8"),
+        ((2, 2, 1), "does not fit 8 devices: 4 is not 8"),
         ((16, 1, 1), "does not fit 8 devices"),
         ((0, -1, 1), "config.mesh.data: 0"),
         ((1, 1, -2), "config.mesh.tensor: -2"),

@@ -32,7 +32,7 @@ class TokenStream:
 
     Attributes:
       ids: [N], uint16 or uint32.
-      documents: how many documents end in it.
+      documents: how many documents it holds, one that a cut goes through counting on either side.
       text_bytes: the UTF-8 bytes of the text it spells.
     """
 
@@ -242,8 +242,10 @@ def _split_tail(
     cut = size - max(window, min(round(fraction * size), size - window))
     head, tail = whole.ids[:cut], whole.ids[cut:]
     tail_documents = int(np.count_nonzero(tail == tokenizer.end_of_text_id))
+    is_cut = cut > 0 and head[-1] != tokenizer.end_of_text_id
+    head_documents = whole.documents - tail_documents + int(is_cut)
     tail_bytes = len(tokenizer.decode(tail).encode("utf-8"))
     return (
-        TokenStream(head, whole.documents - tail_documents, whole.text_bytes - tail_bytes),
+        TokenStream(head, head_documents, whole.text_bytes - tail_bytes),
         TokenStream(tail, tail_documents, tail_bytes),
     )

@@ -217,7 +217,8 @@ def _json_lines(
             yield Document(text, origin)
     except _DAMAGED as error:
         origin = f"{path} line {number + 1}"
-        report(BadRecord(origin, f"compressed data are damaged: {error}"))
+        reason = f"compressed data are damaged, nothing from here on was read: {error}"
+        report(BadRecord(origin, reason))
 
 
 def _record_text(line: bytes, text_field: str) -> str:
