@@ -248,7 +248,12 @@ def test_a_plain_script_reads_batches_with_no_absl_app_running():
         "batches = training_batches(TokenStream(np.arange(99), 1, 99), 8, 4, 0)\n"
         "print(sum(int(next(batches)['mask'].sum()) for _ in range(5)))\n"
     )
+    # orbax 0.12 names it as it is imported; jax 0.12 deprecates it.
+    named = "ignore:jax.sharding.SingleDeviceSharding is deprecated:DeprecationWarning"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-W", "error", "-W", named, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "160\n", "")
