@@ -261,6 +261,32 @@ def with_zero_biases(
     return {n: s for n, s in parameter_shapes(every).items() if n in placed or n in shapes}
 
 
+def without_zero_biases(layout: Layout, files: WeightFiles, config: Mapping[str, Any]) -> Layout:
+    """The layout without the biases that config.json says the model lacks, where all are zero.
+
+    `with_zero_biases` is how they came there. Where one is not zero, the model has been trained
+    since and has them.
+    """
+    places = match(files.names, layout)
+    dropped: set[Row] = set()
+    for key, is_norm in (("linear_bias", False), ("norm_bias", True)):
+        rows = {
+            row
+            for row in layout.tensors
+            if row.parameters[0].endswith(".bias")
+            and row.parameters[0] != "head.bias"
+            and row.parameters[0].endswith("norm.bias") == is_norm
+        }
+        names = [name for name, place in places.items() if place.row in rows]
+        if config.get(key) is False and not any(files.read(name).any() for name in names):
+            dropped |= rows
+    return dataclasses.replace(
+        layout,
+        tensors=tuple(row for row in layout.tensors if row not in dropped),
+        ignored=(*layout.ignored, *sorted(row.name.replace(_LAYER, "*") for row in dropped)),
+    )
+
+
 def layers_of(
     row: Row, arrays: list[np.ndarray], num_layers: int
 ) -> Iterator[tuple[str, list[np.ndarray]]]:

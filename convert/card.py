@@ -9,7 +9,7 @@ from fixbin_jax.sharding import single_device
 _LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained("."{trust})
 model = AutoModelForCausalLM.from_pretrained("."{trust}).eval()
 inputs = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20, do_sample=False)[0]))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from convert.assemble import without_zero_biases
 from convert.discover import propose
 from convert.layouts import Layout, named_layout, read_layout
 from convert.oracle import torch_oracle
@@ -47,13 +48,13 @@ def find_layout(
       UserError: see `named_layout`, `read_layout`, `propose`, `settle` and `torch_oracle`; open
         conventions without leave to run the checkpoint's own code.
     """
+    if name == "auto" and settings.get("model_type") in NAMED:
+        name = settings["model_type"]
+        print(f"layout      {name}, by config.json's model_type")
     if name in NAMED:
-        return named_layout(name, settings)
+        return without_zero_biases(named_layout(name, settings), files, settings)
     if name != "auto":
         return read_layout(Path(name).expanduser())
-    if settings.get("model_type") in NAMED:
-        print(f"layout      {settings['model_type']}, by config.json's model_type")
-        return named_layout(settings["model_type"], settings)
     proposal = propose(files, settings)
     for fact in proposal.facts:
         print(f"found       {fact}")

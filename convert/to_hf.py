@@ -76,7 +76,7 @@ def export(
         )
         settings = _settings(model, tokenizer, format, dtype)
         _write_json(partial / "config.json", settings)
-        _write_json(partial / "generation_config.json", _generation(tokenizer))
+        _write_json(partial / "generation_config.json", _generation(model, tokenizer))
         if format == "fixbin":
             source = Path(__file__).with_name("hf") / "modeling_fixbin.py"
             shutil.copyfile(source, partial / source.name)
@@ -175,6 +175,7 @@ def _input_tensors(
 
 def _settings(model: ModelConfig, tokenizer: Tokenizer, format: str, dtype: str) -> dict[str, Any]:
     """config.json, in the keys that transformers 4 and 5 read."""
+    code = model.code
     rope = {"rope_type": "default", "rope_theta": model.rope_theta}
     common = {
         "vocab_size": model.vocab_size,
@@ -193,7 +194,14 @@ def _settings(model: ModelConfig, tokenizer: Tokenizer, format: str, dtype: str)
         "pad_token_id": tokenizer.pad_id,
         "dtype": dtype,
         "torch_dtype": dtype,
+        "linear_bias": model.linear_bias,
+        "norm_bias": model.norm_bias,
+        "input_interface": model.input.interface,
+        "code_width": code.code_width if code else None,
+        "lift": model.input.lift,
+        "zero_ids": list(code.zero_ids) if code else [],
     }
+    # GPT-NeoX ignores the last six: there they are what an audit and an import read.
     if format == "gpt_neox":
         return common | {
             "architectures": ["GPTNeoXForCausalLM"],
@@ -207,7 +215,6 @@ def _settings(model: ModelConfig, tokenizer: Tokenizer, format: str, dtype: str)
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
         }
-    code = model.code
     return common | {
         "architectures": ["FixbinForCausalLM"],
         "model_type": "fixbin",
@@ -217,19 +224,18 @@ def _settings(model: ModelConfig, tokenizer: Tokenizer, format: str, dtype: str)
         },
         "rope_theta": model.rope_theta,
         "rope_parameters": rope,
-        "linear_bias": model.linear_bias,
-        "norm_bias": model.norm_bias,
         "head_bias": model.head_bias,
-        "input_interface": model.input.interface,
-        "code_width": code.code_width if code else None,
-        "lift": model.input.lift,
-        "zero_ids": list(code.zero_ids) if code else [],
     }
 
 
-def _generation(tokenizer: Tokenizer) -> dict[str, Any]:
-    ids = {"eos_token_id": tokenizer.end_of_text_id}
-    return ids if tokenizer.pad_id is None else ids | {"pad_token_id": tokenizer.pad_id}
+def _generation(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """generation_config.json; ids that the tokenizer does not have are never chosen."""
+    found: dict[str, Any] = {"eos_token_id": tokenizer.end_of_text_id}
+    if tokenizer.pad_id is not None:
+        found["pad_token_id"] = tokenizer.pad_id
+    if surplus := list(range(tokenizer.vocab_size, model.vocab_size)):
+        found["suppress_tokens"] = surplus
+    return found
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
