@@ -80,7 +80,8 @@ class Checkpoints:
     """
 
     def __init__(self, workdir: Path, keep: int) -> None:
-        self._folder = workdir / FOLDER
+        # orbax takes no relative path.
+        self._folder = workdir.absolute() / FOLDER
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=("params", "optimizer", "run", "tokenizer"),

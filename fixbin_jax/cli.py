@@ -61,11 +61,19 @@ def _warnings_on_stderr() -> Iterator[None]:
     before = log.propagate
     log.addHandler(handler)
     log.propagate = False
+    # orbax logs the traceback of a save that fails; a CommandError tells of it in one line.
+    absl_log = logging.getLogger("absl")
+    absl_log.addFilter(_has_no_traceback)
     try:
         yield
     finally:
+        absl_log.removeFilter(_has_no_traceback)
         log.propagate = before
         log.removeHandler(handler)
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    return not record.exc_info
 
 
 def define_config(fv: flags.FlagValues) -> None:

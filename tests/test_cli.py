@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from fixbin_jax import cli
-from fixbin_jax.errors import UserError
+from fixbin_jax.errors import CommandError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -504,3 +504,16 @@ def test_loading_leaves_nothing_behind(tmp_path):
     assert cli.load_config(str(path)).seed == 0 and first.seed == 5
     assert set(sys.modules) == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_library_s_log_of_a_failure_brings_no_traceback(capsys):
+    def main(_: flags.FlagValues) -> None:
+        try:
+            raise ValueError("save")
+        except ValueError:
+            logging.getLogger("absl").exception("background save failed")
+        raise CommandError("runs/a: saving failed")
+
+    with pytest.raises(SystemExit):
+        cli.run(main, lambda _: None, ["program"])
+    assert capsys.readouterr().err == "error: runs/a: saving failed\n"

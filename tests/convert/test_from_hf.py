@@ -149,6 +149,14 @@ def test_a_wrong_layout_file_is_told_by_its_key(tmp_path, source, change, messag
     assert message in str(caught.value) and str(path) in str(caught.value)
 
 
+def test_paths_may_be_relative(tmp_path, source, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").symlink_to(source)
+    from_hf.bring_in(Path("in"), Path("runs/run"), "auto", trust_remote_code=True)
+    assert [folder.name for folder in checkpoint.step_folders(tmp_path / "runs" / "run")] == ["0"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "runs"]
+
+
 def test_an_output_that_exists_is_refused(tmp_path, source):
     (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match=r"--output: .* exists"):
